@@ -62,7 +62,7 @@ from vit_ray.storage import locate
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.objective import make_loss
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver, gather_by_own_group
 
 WORKERS, IMAGE_SIZE, CLASSES = 2, 32, 10
@@ -171,10 +171,7 @@ class Saves:
         writer = CheckpointWriter(
             locate(folder), recipe.checkpoint, self._refuse, None, gather_by_own_group()
         )
-        watchdog = Watchdog(link, 600.0)
-        self._saver = CheckpointSaver(
-            job, self.engine.state, writer, link, watchdog, self._run_beside
-        )
+        self._saver = CheckpointSaver(job, self.engine.state, writer, link, self._run_beside)
         self.ways: dict[str, Callable[[Path], Callable[[], bool]]] = {
             OURS: self._save,
             "a copy in memory, nothing written": self._copy,

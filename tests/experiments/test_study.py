@@ -23,8 +23,9 @@ from vit_ray.experiments import study
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import Cell, CellResult, branch_step, study_cells
 from vit_ray.experiments.sweep import SweepResult
-from vit_ray.experiments.trials import Context, Outcome
-from vit_ray.launch.workers import RunDivergedError, RunFailedError
+from vit_ray.experiments.trials import Outcome
+from vit_ray.launch.run import Following
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.outcomes import TrialState
 
 
@@ -43,30 +44,11 @@ def run_cells(
     return study._run_cells(cells, parent), calls
 
 
-@pytest.mark.parametrize(
-    "error", [RunFailedError("no node\nmore of it"), RunDivergedError("reason"), OSError("full")]
-)
-def test_a_failed_cell_is_a_row_and_ends_no_other_cell(monkeypatch, cells, error):
-    tried: list[str] = []
-
-    def train(recipe: Any, **_: Any) -> Any:
-        tried.append(recipe.name)
-        if recipe.name == cells[1].name:
-            raise error
-        return trained()
-
-    found, calls = run_cells(monkeypatch, cells, train)
-    assert tried == [cell.name for cell in cells]
-    assert [one.error for one in found] == ["", str(error).partition("\n")[0], ""]
-    assert calls.kinds() == ["failed cell"]
-    assert study._totals(found)["study/failed_cells"] == 1.0
-
-
 def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monkeypatch, cells):
     stored: list[Any] = []
     tops: dict[str, float] = {"cars": 0.7}
 
-    def fine_tune(recipe: Recipe, context: Context, tags: dict[str, str]) -> SweepResult:
+    def fine_tune(recipe: Recipe, following: Following, tags: dict[str, str]) -> SweepResult:
         name = tags["vit_ray.transfer_task"]
         if name not in tops:
             raise RunFailedError("no such data set")

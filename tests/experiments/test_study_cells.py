@@ -119,7 +119,6 @@ def test_two_cells_of_one_name_are_refused():
     ({"name": "x"}, "label"),
     ({"tracking": {"uri": "x"}}, "changes.tracking.uri"),
     ({"plan.device": "A100"}, "changes.plan.device"),
-    ({"optim.name": "sgd", "optim": {"name": "adamw"}}, "optim.name is given twice"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_is_refused_with_its_place(changes, key):
     with pytest.raises(ValueError, match=rf"study.models.1 \('bad'\): .*{key}"):

@@ -29,7 +29,6 @@ from vit_ray.experiments.search_space import tune_space
 from vit_ray.experiments.sweep import searcher
 from vit_ray.experiments.trials import (
     STEP,
-    Context,
     Ended,
     OpenParent,
     Outcome,
@@ -37,6 +36,7 @@ from vit_ray.experiments.trials import (
     run_trials,
 )
 from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.run import Following
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.outcomes import TrialState
 
@@ -44,25 +44,25 @@ RATES = [0.4, 0.1, 0.2]
 STEPS = 8
 
 
-def training(folder: Path, pause_s: float, config: dict[str, Any], context: Context) -> Any:
+def training(folder: Path, pause_s: float, config: dict[str, Any], following: Following) -> Any:
     """Its accuracy is its rate; evaluated after each step, and saved when it is stopped."""
     saved = folder / f"{config['rate']}"
     step = int(saved.read_text()) if saved.exists() else 0
     with open(folder / "starts", "a") as starts:
         starts.write(f"{config['rate']} {step}\n")
     while step < STEPS:
-        if context.stop.is_set() or context.parent.record.stop_reason():
+        if following.stop.is_set() or following.parent.record.stop_reason():
             saved.write_text(str(step))
             raise RunStoppedError("stopped")
         time.sleep(pause_s)
         step += 1
         if step < STEPS:
-            context.report(step, config["rate"])
+            following.on_evaluation(step, {"eval/top1": config["rate"]})
     saved.write_text(str(step))
     return asdict(Outcome(TrialState.FINISHED, config["rate"], step))
 
 
-def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
+def failing(folder: Path, config: dict[str, Any], following: Following) -> Any:
     """One diverges, the process of one dies once, and that of one each time."""
     if config["rate"] == 0.1:
         return asdict(Outcome(TrialState.DIVERGED, error="not finite"))
@@ -72,7 +72,7 @@ def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
     if config["rate"] == 0.2:
         (folder / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    context.report(1, 0.4)
+    following.on_evaluation(1, {"eval/top1": 0.4})
     deadline_s = time.monotonic() + 120
     while not any('"rate": 0.4' in one.read_text() for one in folder.rglob("result.json")):
         assert time.monotonic() < deadline_s, "Tune has not got it"
@@ -130,18 +130,11 @@ def saved(folder: Path) -> dict[float, int]:
     return {float(path.name): int(path.read_text()) for path in folder.glob("0.*")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_every_running_trial(number, parent, tmp_path):
-    with signalled(number, lambda: len(starts(tmp_path)) >= 2):
-        run(parent, partial(training, tmp_path, 0.5))
-    assert set(saved(tmp_path)) == set(RATES[:2])
-
-
-def slow_to_save(folder: Path, config: dict[str, Any], context: Context) -> Any:
+def slow_to_save(folder: Path, config: dict[str, Any], following: Following) -> Any:
     """Saves the number of starts 15 s after it is stopped."""
     with open(folder / "starts", "a") as file:
         file.write(f"{config['rate']} 0\n")
-    while not (context.stop.is_set() or context.parent.record.stop_reason()):
+    while not (following.stop.is_set() or following.parent.record.stop_reason()):
         time.sleep(0.2)
     time.sleep(15.0)
     (folder / f"{config['rate']}").write_text(str(len(starts(folder))))
@@ -155,12 +148,12 @@ def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(parent,
     assert saved(tmp_path) == dict.fromkeys(RATES[:2], 2)
 
 
-def slow_to_end(folder: Path, config: dict[str, Any], context: Context) -> Any:
+def slow_to_end(folder: Path, config: dict[str, Any], following: Following) -> Any:
     """The first trial ends, the second is worse at its rung; as above, when that is stopped."""
-    context.report(1, config["rate"])
+    following.on_evaluation(1, {"eval/top1": config["rate"]})
     if config["rate"] == RATES[0]:
         return asdict(Outcome(TrialState.FINISHED, config["rate"], STEPS))
-    return slow_to_save(folder, config, context)
+    return slow_to_save(folder, config, following)
 
 
 def test_a_trial_that_asha_stops_last_has_the_time_for_its_checkpoint(parent, tmp_path):

@@ -13,9 +13,9 @@ from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.experiments import study, sweep, trials, vtab
-from vit_ray.experiments.trials import Context, Ended, OpenParent, Outcome, Work
+from vit_ray.experiments.trials import Ended, OpenParent, Outcome, Work
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.run import RunResult
+from vit_ray.launch.run import Following, RunResult
 from vit_ray.outcomes import TrialState
 
 CLUSTER = ClusterShape(1, 8.0, 0.0, 0.0)
@@ -53,8 +53,8 @@ def parent_of(recipe: Recipe | None = None, **parent_is: bool) -> tuple[OpenPare
     return OpenParent(recipe, run, CLUSTER, resolved_run(), **parent_is), calls
 
 
-def context_of(parent: OpenParent) -> Context:
-    return Context(parent.run, threading.Event())
+def following_of(parent: OpenParent) -> Following:
+    return Following(parent.run, threading.Event())
 
 
 def result_of(recipe: Recipe, steps: int = 1, total_steps: int = 1, **metrics: float) -> RunResult:
@@ -70,7 +70,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult])
         results = []
         for values in itertools.product(*listed):
             config = dict(zip(space, values, strict=True))
-            result = work(config, context_of(parent))
+            result = work(config, following_of(parent))
             results.append({**result, "config": config, "done": True})
         return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"))
 

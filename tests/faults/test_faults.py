@@ -15,16 +15,14 @@ import psutil
 import pytest
 import torch
 
-from tests.checkpoints.written import REST_0, WEIGHTS_0, WEIGHTS_1, snapshot_of, write_checkpoint
+from tests.checkpoints.written import snapshot_of
 from tests.conftest import Head
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.end_to_end.runs import (
     checkpoint_steps,
     curve,
     runs_of,
-    same_weights,
     wait_until,
-    weights_of,
 )
 from tests.faults import runs
 from tests.recipes import small_recipe
@@ -151,21 +149,6 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     runs.ends_as(recipe, undisturbed)
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
-    ray_cluster, digits, folder, undisturbed
-):
-    recipe = runs.long_recipe("damaged", digits, folder)
-    train(recipe.with_changes(optim={"steps": 2 * runs.EVERY}))
-    newest = locate(recipe.output).child(recipe.name).child(folder_name(2 * runs.EVERY))
-    file = next(i for i in newest.list_files() if "00001-of-00002" in i.base_name)
-    content = bytearray(Path(file.path).read_bytes())
-    content[len(content) // 2] ^= 1
-    Path(file.path).write_bytes(content)
-    assert train(recipe).is_complete
-    assert (RESUMED, runs.EVERY) in runs.events_of(recipe)
-    assert same_weights(weights_of(recipe), weights_of(undisturbed))
-
-
 def test_mlflow_away_for_good_costs_nothing_but_a_replay(ray_cluster, digits, folder):
     recipe = small_recipe("untracked", digits, folder)
     with socket.socket() as held:  # nobody will ever listen here
@@ -255,36 +238,6 @@ def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
     assert newest is not None
     assert newest.position.step == 6
     assert float(newest.weights()["w"][0]) == 6.0
-
-
-# As `write_checkpoint`, but for the commit.
-DIES = """
-import os, sys
-from tests.checkpoints.written import snapshots, write_snapshot
-from vit_ray.storage import locate
-
-for part in snapshots(2):
-    write_snapshot(part, locate(sys.argv[1]), before_commit=lambda: os._exit(9))
-"""
-
-
-def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_before(tmp_path):
-    run = locate(str(tmp_path / "run"))
-    write_checkpoint(run, 1)
-    half = run.child(folder_name(2))
-    died = subprocess.run([sys.executable, "-c", DIES, half.path], timeout=120)
-    assert died.returncode == 9
-    assert {info.base_name for info in half.list_files()} == {REST_0, WEIGHTS_0, WEIGHTS_1}
-    told: list[str] = []
-    newest = checkpoint_to_resume(run, told.append)
-    assert newest is not None
-    assert newest.position.step == 1
-    assert "step-00000002 has no commit.json" in told[0]
-    # The run comes there again, and this time it is committed.
-    write_checkpoint(run, 2)
-    again = checkpoint_to_resume(run, told.append)
-    assert again is not None
-    assert again.position.step == 2
 
 
 def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(tmp_path):

@@ -22,10 +22,10 @@ from ray.train.v2.api.preemption import PreemptionInfo
 
 from tests.checkpoints.written import snapshot_of, write_snapshots
 from tests.experiments.studies import study_recipe, study_row, trained
-from tests.experiments.trials_here import context_of, in_process, parent_of
+from tests.experiments.trials_here import following_of, in_process, parent_of
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.experiments.trials import Outcome
+from vit_ray.experiments.trials import Outcome, train_child
 from vit_ray.launch import run, workers
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
@@ -395,7 +395,8 @@ def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
 
     in_process(monkeypatch, train)
     parent, _ = parent_of()
-    return context_of(parent).train(study_recipe("/x", [study_row("any")]), "sweep_trial")
+    recipe = study_recipe("/x", [study_row("any")])
+    return train_child(following_of(parent), recipe, "sweep_trial", {})
 
 
 def test_a_trial_that_is_not_finite_has_diverged(tmp_path, monkeypatch):
@@ -460,8 +461,8 @@ def test_a_stop_ends_a_trial_between_its_trainings(monkeypatch):
     in_process(monkeypatch, lambda recipe, **_: trained(is_complete=False))
     parent, calls = parent_of()
     with pytest.raises(RunStoppedError):
-        context_of(parent).train(recipe, "study_cell")
+        train_child(following_of(parent), recipe, "study_cell", {})
     calls.stop = "SIGTERM"
     in_process(monkeypatch, lambda recipe, **_: pytest.fail("it was started"))
     with pytest.raises(RunStoppedError):
-        context_of(parent).train(recipe, "study_cell")
+        train_child(following_of(parent), recipe, "study_cell", {})

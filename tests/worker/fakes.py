@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, Skippe
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
 
 BATCH, MICRO, TOTAL = 8, 4, 10
@@ -218,7 +219,7 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
         recipe, kind, 10, TOTAL, "print", "auto", 0, 0.0, FakeRun(), None,
-        classes=CLASSES,
+        classes=CLASSES, num_evaluated={"eval": BATCH},
     )  # fmt: skip
 
 
@@ -232,7 +233,10 @@ def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
 
 
 class AloneAttempt(Attempt):
-    """Of a rank without a process group."""
+    """Of a rank without a process group and a cluster."""
+
+    def save_is_wanted(self, step: int) -> bool:
+        return False
 
     def _described(self, batch: Batch) -> str:
         return "Samples 1, 2."
@@ -251,20 +255,20 @@ class Worker:
     def __post_init__(self) -> None:
         self.link = RunLink(self.actor, self.rank)
         folder = locate(self.job.recipe.run_folder)
-        self.watchdog = Watchdog(self.link, self.job.recipe.train.step_timeout_s)
         writer = CheckpointWriter(
             folder, self.job.recipe.checkpoint, self.actor.event, self.job.lock_number,
             resumed=newest_checkpoint(folder),
         )  # fmt: skip
         engine: Any = self.engine
-        self.saver = CheckpointSaver(
-            self.job, engine, writer, self.link, self.watchdog, lambda write: write()
+        self.saver = CheckpointSaver(self.job, engine, writer, self.link, lambda write: write())
+        streams: Any = SimpleNamespace(
+            evaluation_batches=lambda name, size: self.evaluation_batches(name)
         )
-        evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
+        evaluator = Evaluator(self.job, engine, streams, self.link)
         context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
         self.hooks = AloneAttempt(
             self.job, context, self.link, engine, batches(), evaluator, self.saver,
-            self.watchdog, Progress(), lambda: None,
+            Progress(),
         )  # fmt: skip
 
     def attempt(self, start_step: int = 0) -> Attempt:

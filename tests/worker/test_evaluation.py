@@ -27,7 +27,7 @@ from vit_ray.training.loop import EvaluationCutError
 from vit_ray.training.objective import normalize
 from vit_ray.worker import evaluation, worker
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
-from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.run_link import RunLink
 
 NUM_IMAGES, BATCH = 19, 4
 
@@ -183,8 +183,7 @@ def evaluate_alone(rank: int, folder: str) -> Any:
 
     run, streams = FakeRun(), SimpleNamespace(evaluation_batches=batches)
     link = RunLink(run, rank, world_size)
-    dog = Watchdog(link, 60.0)
-    worker.evaluate_alone(job, link, streams, torch.device("cpu"), dog)  # type: ignore[arg-type]
+    worker.evaluate_alone(job, link, streams, torch.device("cpu"))  # type: ignore[arg-type]
     return run.logged, run.files, sizes_asked
 
 

@@ -78,7 +78,7 @@ def test_the_next_save_waits_until_the_last_is_written_and_takes_its_memory(tmp_
     second.start()
     second.join(timeout=0.2)
     assert second.is_alive()
-    assert worker.watchdog._limit_s == math.inf  # not the limit of a step
+    assert worker.link.watchdog._limit_s == math.inf  # not the limit of a step
     assert len(taken) == 1  # nothing is copied into what is being written
     writes.pop()()
     second.join(timeout=30)
@@ -117,7 +117,6 @@ def test_storage_that_refuses_too_often_fails_the_run(error, raised, tmp_path, m
 def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(saving, "LOOK_S", 0.01)
     monkeypatch.setattr(saving, "REMIND_S", 0.01)
     worker = Worker(make_job(tmp_path))
     worker.saver._run_beside = lambda write: None

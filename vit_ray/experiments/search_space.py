@@ -16,6 +16,7 @@ from ray import tune
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
+from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import errors_of, require, value_text
 from vit_ray.launch.resolved_run import check_batch, check_head_is_trained, check_model
@@ -145,17 +146,15 @@ def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) ->
     Raises:
         ValueError: as `load_recipe`.
     """
+    where = where or f"sweep.space: {point_text(point)}"
     tree = recipe.with_changes(**changes).model_dump(mode="json")
     for key, value in point.items():
-        *sections, last = key.split(".")
-        node = tree
-        for section in sections:
-            if not isinstance(node.get(section), dict):
-                node[section] = {}
-            node = node[section]
-        is_section = not sections and isinstance(value, dict) and isinstance(node.get(last), dict)
-        node[last] = {**node[last], **value} if is_section else value
-    return recipe_from_dict(tree, where or f"sweep.space: {point_text(point)}")
+        values = {key: value}
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            values = {f"{key}.{name}": part for name, part in value.items()}
+        with errors_of(where):
+            changed(tree, values)
+    return recipe_from_dict(tree, where)
 
 
 def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = None) -> Recipe:

@@ -33,14 +33,15 @@ from vit_ray.experiments.sweep import fine_tune
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,
-    Context,
     OpenParent,
     Outcome,
     Published,
     open_parent,
     run_trials,
+    train_child,
 )
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import add_to_ended
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
@@ -95,8 +96,6 @@ def run_study(recipe: Recipe) -> StudyResult | None:
                 is_complete=not totals[STUDY_FAILED_CELLS],
                 step=len(results),
             )
-            if published.lead:
-                parent.describe(published.lead)
             return StudyResult(results, published)
     except RunStoppedError:
         return None
@@ -146,7 +145,7 @@ def _train_group(
     study: StudyConfig,
     groups: Mapping[str, Sequence[Cell]],
     config: dict[str, Any],
-    context: Context,
+    following: Following,
 ) -> dict[str, Any]:
     """Train a cell and its transfers; of a branching row the longest cell first, then the others.
 
@@ -156,20 +155,21 @@ def _train_group(
     tags = {"vit_ray.study_label": trunk.label}
     keep_steps = {*trunk.recipe.checkpoint.keep_steps, *map(branch_step, branches)} - {0}
     saving = trunk.recipe.with_changes(checkpoint={"keep_steps": sorted(keep_steps)})
-    outcome = context.train(saving, "study_cell", tags)
-    cells = {trunk.name: _with_transfers(study, trunk, outcome, context)}
+    outcome = train_child(following, saving, "study_cell", tags)
+    following = Following(following.parent, following.stop)  # Tune follows the longest cell alone
+    cells = {trunk.name: _with_transfers(study, trunk, outcome, following)}
     for cell in branches:
         branched_from = begin_branch(cell, trunk)
         if branched_from:
-            context.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
-        of_branch = context.alone.train(cell.recipe, "study_cell", tags)
-        fields = _with_transfers(study, cell, of_branch, context)
+            following.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
+        of_branch = train_child(following, cell.recipe, "study_cell", tags)
+        fields = _with_transfers(study, cell, of_branch, following)
         cells[cell.name] = fields | {"branched_from": branched_from}
     return {STEP: outcome.step, METRIC: outcome.top1, "cells": cells}
 
 
 def _with_transfers(
-    study: StudyConfig, cell: Cell, outcome: Outcome, context: Context
+    study: StudyConfig, cell: Cell, outcome: Outcome, following: Following
 ) -> dict[str, Any]:
     """Fine-tune a cell on each task, and add the accuracies to the cell's run.
 
@@ -184,7 +184,7 @@ def _with_transfers(
         tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
         key = f"{TRANSFER_GROUP}{task.name}_top1"
         try:
-            swept = fine_tune(task_recipe(cell, task), context, tags)
+            swept = fine_tune(task_recipe(cell, task), following, tags)
         except RunFailedError as error:
             errors.append(f"transfer to {task.name}: {error}")
             continue
@@ -195,11 +195,11 @@ def _with_transfers(
         if len(top1) == len(study.transfer):
             added[TRANSFER_MEAN_TOP1] = statistics.fmean(top1)
         metrics |= added
-        add_to_ended(cell.recipe, outcome.run_id, added, context.parent)
+        add_to_ended(cell.recipe, outcome.run_id, added, following.parent)
     if errors:
         text = f"{cell.name}: {'; '.join(errors)}"
-        context.parent.record.event(EventKind.CELL_FAILED, text, 0)
-    context.parent.record.child_step(cell.name, cell.steps)
+        following.parent.record.event(EventKind.CELL_FAILED, text, 0)
+    following.parent.record.child_step(cell.name, cell.steps)
     return {
         "metrics": metrics,
         "run_id": outcome.run_id,

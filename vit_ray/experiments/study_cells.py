@@ -172,8 +172,6 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
         setting = _NOT_OF_A_ROW.get(key) or _NOT_OF_A_ROW.get(key.partition(".")[0])
         if setting and key not in _DESCRIBES_DATA:
             raise ValueError(f"{where}: changes.{key} cannot be set by a row; give {setting}")
-        if key in point and (row.model is None or not key.startswith("model.")):
-            raise ValueError(f"{where}: {key} is given twice; keep one of them")
         point[key] = value
     return point
 

@@ -45,22 +45,22 @@ from vit_ray.experiments.search_space import (
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,
-    Context,
     OpenParent,
     Outcome,
     Published,
-    deciding_metric,
     first_line,
     open_parent,
     run_trials,
+    train_child,
 )
 from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.resolved_run import Kind, ResolvedRun, check_head_is_trained, resolve_run
+from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import OpenRun
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
-from vit_ray.metric_names import EVAL_TOP1, SWEEP_GROUP
+from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.storage import locate
 
@@ -137,7 +137,7 @@ class SweepPlan:
         return [self.recipe.seed + k for k in range(self.config.seeds)]
 
     def train(
-        self, tags: Mapping[str, str], config: dict[str, Any], context: Context
+        self, tags: Mapping[str, str], config: dict[str, Any], following: Following
     ) -> dict[str, Any]:
         """Train at a configuration's point: a retraining if there is a seed, else a trial.
 
@@ -148,8 +148,10 @@ class SweepPlan:
         if seed is not None:
             final = final_recipe(self.recipe, point, seed)
             kind: Kind = "finetune" if final.init_from else "pretrain"
-            return asdict(context.train(final, kind, {"vit_ray.sweep_stage": "finetune", **tags}))
-        outcome = context.train(
+            tags = {"vit_ray.sweep_stage": "finetune", **tags}
+            return asdict(train_child(following, final, kind, tags))
+        outcome = train_child(
+            following,
             trial_recipe(self.recipe, point, self.split),
             "sweep_trial",
             {"vit_ray.sweep_stage": "sweep_trial", **tags},
@@ -157,7 +159,7 @@ class SweepPlan:
         )
         if outcome.state is TrialState.DIVERGED:
             text = f"{point_name(point)}: {outcome.error}"
-            context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+            following.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
         return asdict(outcome)
 
 
@@ -250,9 +252,8 @@ def sweep(
     Raises:
         RunFailedError: as `run_sweep`.
     """
-    record, rows = parent.run.record, trials()
+    rows = trials()
     chosen = best_row(rows)
-    record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
     retrained = finals(chosen.point)
     if failed := [outcome for outcome in retrained if not outcome.is_measured]:
         why = failed[0].error or "it has no accuracy"
@@ -266,12 +267,12 @@ def sweep(
     )
     if plan.config.scheduler == "asha" and parent.has_begun:
         sentence += f". {RESTARTED}"
-    metrics = sweep_metrics(swept, deciding_metric(plan.recipe))
+    metrics = sweep_metrics(swept, plan.recipe)
     return replace(swept, published=parent.conclude(sentence, metrics))
 
 
 def fine_tune(
-    recipe: Recipe, context: Context, tags: Mapping[str, str], *, by_class: bool = True
+    recipe: Recipe, following: Following, tags: Mapping[str, str], *, by_class: bool = True
 ) -> SweepResult:
     """Fine-tune within the trial of a cell or a task: once, or the recipe's sweep one by one.
 
@@ -285,8 +286,9 @@ def fine_tune(
     """
     try:
         if recipe.sweep is not None:
-            return _sweep_in_turn(plan_sweep(recipe, by_class=by_class), context, tags)
-        outcome = context.alone.train(recipe, "finetune", tags)
+            return _sweep_in_turn(plan_sweep(recipe, by_class=by_class), following, tags)
+        alone = Following(following.parent, following.stop)  # Tune compares no fine-tunings
+        outcome = train_child(alone, recipe, "finetune", tags)
         if outcome.is_measured:
             return SweepResult([], {}, [outcome])
         raise RunFailedError(outcome.error or "its evaluation has no accuracy; set data.eval")
@@ -296,9 +298,9 @@ def fine_tune(
         raise RunFailedError(first_line(error)) from error
 
 
-def _sweep_in_turn(plan: SweepPlan, context: Context, tags: Mapping[str, str]) -> SweepResult:
-    with open_sweep(plan, context.parent, dict(tags)) as parent:
-        inner = Context(parent.run, context.stop)
+def _sweep_in_turn(plan: SweepPlan, following: Following, tags: Mapping[str, str]) -> SweepResult:
+    with open_sweep(plan, following.parent, dict(tags)) as parent:
+        inner = Following(parent.run, following.stop)
 
         def train(point: Point, **seed: int) -> Outcome:
             return Outcome.of_result(plan.train(tags, {**trial_config(point), **seed}, inner))
@@ -398,13 +400,14 @@ def best_row(rows: list[Row]) -> Row:
     return max(measured, key=lambda row: row.outcome.top1)
 
 
-def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:
-    """What the sweep's parent run records; `metric`: name of the accuracy in child runs."""
+def sweep_metrics(outcome: SweepResult, recipe: Recipe) -> dict[str, float]:
+    """What the sweep's parent run records: the accuracy has the name that it has in child runs."""
     chosen = {
         f"{SWEEP_GROUP}{key.rpartition('.')[2]}": float(value)
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
+    metric = EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
     # MLflow's pages show metrics in this order; with averaging, `metric` is not EVAL_TOP1.
     last = [final.metrics[EVAL_TOP1] for final in outcome.finals if EVAL_TOP1 in final.metrics]
     first = {EVAL_TOP1: statistics.fmean(last)} if last else {}

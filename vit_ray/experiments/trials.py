@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -30,11 +30,10 @@ from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
 from vit_ray.launch.connection import ClusterShape, connect, mark_private
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import Kind, ResolvedRun
-from vit_ray.launch.run import Following, train
+from vit_ray.launch.run import Following, top1_of, train
 from vit_ray.launch.run_record import NOTE, OpenRun, description, open_record
 from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
-from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import TrialState
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
@@ -103,13 +102,11 @@ class Published:
         run_id: MLflow run; None while its server does not answer.
         hint: how to open MLflow's page.
         page: None if there is none, as while MLflow is away: `vit-ray report` can write it later.
-        lead: what the page says first.
     """
 
     run_id: str | None = None
     hint: str = ""
     page: Path | None = None
-    lead: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,94 +137,58 @@ class OpenParent:
         """Record the results at a step, and write the page, unless another run's page shows them.
 
         Args:
-            sentence: as for `describe`.
+            sentence: the result; it comes first in MLflow's description of the run, and below it
+                what the page says first.
             is_complete: whether the same command has nothing left to do.
         """
         record = self.run.record
         record.results(step, metrics)
-        self.describe(sentence)
         self.run.is_complete = is_complete
         run_id = record.run_id()
         written = None if self.is_part or run_id is None else page_of(self, run_id)
-        if written is None:
-            return Published(run_id, record.hint())
-        return Published(run_id, record.hint(), written.page, "\n\n".join(written.lead))
-
-    def describe(self, sentence: str) -> None:
-        """Put the result, in a sentence, first in MLflow's description of the run."""
-        record = self.run.record
-        record.tag(NOTE, description(self.recipe, self.resolved, record.command, sentence))
+        result = "\n\n".join([sentence, *(written.lead if written else ())])
+        record.tag(NOTE, description(self.recipe, self.resolved, record.command, result))
+        return Published(run_id, record.hint(), written.page if written else None)
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a trial gives the training in its thread.
+def train_child(
+    following: Following,
+    recipe: Recipe,
+    kind: Kind,
+    tags: Mapping[str, str],
+    evaluate_at: tuple[int, ...] = (),
+) -> Outcome:
+    """Train a child run to the end; a failure is an outcome.
 
-    Attributes:
-        parent: the sweep's or study's run.
-        stop: set when the trial ends: the training writes a checkpoint and ends.
-        report: called with step and deciding metric of each evaluation before the end.
+    Raises:
+        RunStoppedError: the training was stopped before the end.
     """
-
-    parent: OpenRun
-    stop: threading.Event
-    report: Callable[[int, float], None] = lambda step, top1: None
-
-    @property
-    def alone(self) -> "Context":
-        """For a training whose evaluations are not reported to Tune."""
-        return Context(self.parent, self.stop)
-
-    def train(
-        self,
-        recipe: Recipe,
-        kind: Kind,
-        tags: Mapping[str, str] | None = None,
-        evaluate_at: tuple[int, ...] = (),
-    ) -> Outcome:
-        """Train a child run to the end; a failure is an outcome.
-
-        Raises:
-            RunStoppedError: the training was stopped before the end.
-        """
-        if self.stop.is_set() or self.parent.record.stop_reason():
-            raise RunStoppedError("stopped on request")
-
-        def note(step: int, metrics: Mapping[str, float]) -> None:
-            self.report(step, metrics.get(deciding_metric(recipe), math.nan))
-
-        try:
-            result = train(
-                recipe,
-                kind=kind,
-                tags=dict(tags or {}),
-                following=Following(self.parent, self.stop, note, evaluate_at),
-            )
-        except RunStoppedError:
-            raise
-        except Exception as error:
-            has_diverged = isinstance(error, RunDivergedError)
-            state = TrialState.DIVERGED if has_diverged else TrialState.FAILED
-            return Outcome(state, error=first_line(error))
-        if not result.is_complete:
-            raise RunStoppedError("stopped on request")
-        return Outcome(
-            TrialState.FINISHED,
-            result.metrics.get(deciding_metric(recipe), math.nan),
-            result.steps,
-            result.run_id,
-            metrics=result.metrics,
-            was_finished=result.already_complete,
-        )
+    if following.stop.is_set() or following.parent.record.stop_reason():
+        raise RunStoppedError("stopped on request")
+    following = replace(following, evaluate_at=evaluate_at)
+    try:
+        result = train(recipe, kind=kind, tags=dict(tags), following=following)
+    except RunStoppedError:
+        raise
+    except Exception as error:
+        has_diverged = isinstance(error, RunDivergedError)
+        state = TrialState.DIVERGED if has_diverged else TrialState.FAILED
+        return Outcome(state, error=first_line(error))
+    if not result.is_complete:
+        raise RunStoppedError("stopped on request")
+    return Outcome(
+        TrialState.FINISHED,
+        result.top1,
+        result.steps,
+        result.run_id,
+        metrics=result.metrics,
+        was_finished=result.already_complete,
+    )
 
 
-def deciding_metric(recipe: Recipe) -> str:
-    """Name of the accuracy that selects a point and is the result."""
-    return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
-
-
-# Trains what a trial's configuration names, and returns the trial's last result.
-Work = Callable[[dict[str, Any], Context], dict[str, Any]]
+# Trains what a trial's configuration names, and returns the trial's last result. Evaluations of the
+# training that it passes its `Following` to are reported to Tune.
+Work = Callable[[dict[str, Any], Following], dict[str, Any]]
 
 
 class Trial(tune.Trainable):
@@ -245,10 +206,8 @@ class Trial(tune.Trainable):
         self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
         self._stop, self._warnings = threading.Event(), list[str]()
-        context = Context(
-            parent, self._stop, lambda step, top1: self._reports.put({STEP: step, METRIC: top1})
-        )
-        self._thread = threading.Thread(target=self._train, args=(work, context))
+        following = Following(parent, self._stop, self._report)
+        self._thread = threading.Thread(target=self._train, args=(work, following))
         handler = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
         handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("vit_ray").addHandler(handler)
@@ -279,9 +238,12 @@ class Trial(tune.Trainable):
             # no limit: Tune kills the process after 600 s, and after `CLEANUP_S` at the end.
             self._thread.join()
 
-    def _train(self, work: Work, context: Context) -> None:
+    def _report(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._reports.put({STEP: step, METRIC: top1_of(metrics)})
+
+    def _train(self, work: Work, following: Following) -> None:
         try:
-            result = work(self.config, context)
+            result = work(self.config, following)
             self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
         except RunStoppedError:
             self._reports.put(None)

@@ -22,7 +22,6 @@ from vit_ray.experiments.sweep import fine_tune
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,
-    Context,
     OpenParent,
     Published,
     open_parent,
@@ -31,6 +30,7 @@ from vit_ray.experiments.trials import (
 from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.run import Following
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
@@ -193,16 +193,16 @@ def _run_tasks(
 
 
 def _fine_tune(
-    recipe: Recipe, tasks: Mapping[str, VtabTask], config: dict[str, Any], context: Context
+    recipe: Recipe, tasks: Mapping[str, VtabTask], config: dict[str, Any], following: Following
 ) -> dict[str, Any]:
     # With `sweep_each` in the protocol's two stages: select a point on 200 images, train on all.
     task = tasks[config["task"]]
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
         # 200 images cannot include all of Sun397's classes.
-        swept = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
+        swept = fine_tune(task_recipe(recipe, task), following, tags, by_class=False)
     except RunFailedError as error:
-        context.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {error}", 0)
+        following.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {error}", 0)
         return {STEP: 0, METRIC: math.nan, "row": {"error": f"failed: {error}"}}
     row = {
         "top1": swept.mean,

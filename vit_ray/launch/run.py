@@ -78,8 +78,13 @@ class RunResult:
 
     @property
     def top1(self) -> float:
-        """Accuracy of the weights that `load` gives: the averaged ones, if any; NaN without one."""
-        return self.metrics.get(EVAL_AVERAGED_TOP1, self.metrics.get(EVAL_TOP1, math.nan))
+        """As `top1_of` of its metrics."""
+        return top1_of(self.metrics)
+
+
+def top1_of(metrics: Mapping[str, float]) -> float:
+    """Accuracy of the weights that `load` gives: the averaged ones, if any; NaN without one."""
+    return metrics.get(EVAL_AVERAGED_TOP1, metrics.get(EVAL_TOP1, math.nan))
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Following:
 
     parent: OpenRun
     stop: Event
-    on_evaluation: Callable[[int, Mapping[str, float]], None]
+    on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
     evaluate_at: tuple[int, ...] = ()
 
 

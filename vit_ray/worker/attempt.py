@@ -6,10 +6,10 @@ outlier: weights and optimizer stay as before the step.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
+from vit_ray.ray_internals import preemption_notice
 from vit_ray.training.collectives import all_max, all_rows
 from vit_ray.training.engine import COMPILE_FAILURES, DeepSpeedEngine, compile_s
 from vit_ray.training.loop import (
@@ -46,7 +47,7 @@ from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, TrainJob, UnrecoverableError
-from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog
+from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver
 
 # Steps in a row that are not finite, after which a run stops with any setting.
@@ -77,11 +78,7 @@ def reported_failures(link: RunLink) -> Iterator[None]:
 
 @dataclass
 class Attempt:
-    """The parts of a worker, combined; answers the calls of the training loop.
-
-    Attributes:
-        preemption_notice: returns what the cluster has announced about this group's nodes, or None.
-    """
+    """The parts of a worker, combined; answers the calls of the training loop."""
 
     job: TrainJob
     context: RankContext
@@ -90,9 +87,7 @@ class Attempt:
     batches: Iterator[Batch]
     evaluator: Evaluator
     saver: CheckpointSaver
-    watchdog: Watchdog
     progress: Progress
-    preemption_notice: Callable[[], Any]
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
@@ -109,7 +104,7 @@ class Attempt:
             self._train()
         except UnrecoverableError as error:
             if error.is_agreed:  # all ranks are alive: they can still finish the last checkpoint
-                self.watchdog.pause()
+                self.link.watchdog.pause()
                 with contextlib.suppress(RuntimeError, TimeoutError):
                     self.saver.wait_until_written()
             raise
@@ -120,7 +115,7 @@ class Attempt:
             self.link.record.event(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
             raise smaller from error
         finally:
-            self.watchdog.stop()
+            self.link.watchdog.stop()
             self.engine.close()
 
     def _train(self) -> None:
@@ -137,7 +132,7 @@ class Attempt:
         # Asked before the first step, which takes long: it compiles, and waits for its batch.
         if not self.context.all_sum([float(self.link.is_ending())])[0]:
             loop.run()
-        self.watchdog.pause()  # the steps are over, and the next wait has a limit
+        self.link.watchdog.pause()  # the steps are over, and the next wait has a limit
         self.saver.wait_until_written()
         if progress.ended or not progress.is_over(self.job.total_steps):
             step, link = progress.step, self.link
@@ -189,7 +184,7 @@ class Attempt:
         Raises:
             UnrecoverableError: checkpoints can no longer be written.
         """
-        self.watchdog.note_step(step)
+        self.link.watchdog.note_step(step)
         self.link.clock.note_step(wait_s)
         self.saver.check()
         self._note_start(step)
@@ -256,7 +251,7 @@ class Attempt:
         Raises:
             UnrecoverableError: another driver has taken over the run.
         """
-        with self.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
+        with self.link.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
         metrics, is_added = self._note_time(progress), False
         if self.context.rank == 0:
@@ -321,7 +316,7 @@ class Attempt:
 
     def save_is_wanted(self, step: int) -> bool:
         """True once for each notice that a node of this run will be preempted; reports it."""
-        notice = repr(self.preemption_notice())
+        notice = repr(preemption_notice())
         if notice in ("None", self._notice_seen):
             return False
         self._notice_seen = notice

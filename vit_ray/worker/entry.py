@@ -136,13 +136,7 @@ def use_own_interface() -> None:
     Gloo's default is the address of the host's name: on Debian that is 127.0.1.1, which no other
     node reaches, and with several networks it may be any.
     """
-    if interface := interface_of(ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this node that has the address, IPv4 or IPv6."""
+    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     for name, entries in psutil.net_if_addrs().items():
         if address in [entry.address for entry in entries]:
-            return name
-    return None
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -29,9 +29,14 @@ from vit_ray.training.collectives import all_rows, all_sum, all_sum_array, read_
 from vit_ray.training.engine import DeepSpeedEngine, Predictor
 from vit_ray.training.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.training.objective import classification_loss, normalize, per_image
-from vit_ray.worker.job import TrainJob, UnrecoverableError
+from vit_ray.worker.job import (
+    Streams,
+    TrainJob,
+    UnrecoverableError,
+    with_unrecoverable_errors,
+)
 from vit_ray.worker.prefetch import device_batches
-from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.run_link import RunLink
 
 Predicts = DeepSpeedEngine | Predictor
 
@@ -43,13 +48,11 @@ class Evaluator:
         self,
         job: TrainJob,
         engine: Predicts,
-        open_batches: Callable[[str], Iterable[Batch]],
+        streams: Streams,
         link: RunLink,
-        watchdog: Watchdog,
     ) -> None:
-        """`open_batches`: opens this rank's evaluation batches of a named stream."""
-        self._job, self._engine, self._open_batches = job, engine, open_batches
-        self._link, self._watchdog = link, watchdog
+        self._job, self._engine, self._streams = job, engine, streams
+        self._link, self._watchdog = link, link.watchdog
         self._pool_labels: NDArray[np.int32] | None = None
         self._files: dict[str, bytes] = {}
 
@@ -155,7 +158,11 @@ class Evaluator:
 
     def _watched(self, name: str) -> Iterator[Batch]:
         """Batches of a stream, watched by the watchdog, until some rank wants to stop or save."""
-        batches, device = self._open_batches(name), self._engine.device
+        job, device = self._job, self._engine.device
+        # At most the images of one rank: more rows would be padding.
+        num_images = -(-job.num_evaluated[name] // self._link.world_size)
+        size = min(job.recipe.evaluate.batch_size, num_images)
+        batches = with_unrecoverable_errors(self._streams.evaluation_batches(name, size))
         if device.type == "cuda":  # the host uses everything but the images
             batches = device_batches(batches, device, pinned=("image",))
         for batch in batches:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
 from vit_ray.evaluation.ground_truth import Answers
+from vit_ray.ray_internals import without_retry_note
 from vit_ray.tracking.recorder import Recorder
 
 if TYPE_CHECKING:  # the driver, which makes a job, needs no torch
@@ -92,3 +94,19 @@ class SmallerMicroBatchError(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; an error that a restart would meet again is an `UnrecoverableError`.
+
+    Such as too many bad images: a ValueError of the stream.
+    """
+    try:
+        yield from batches
+    except ray.exceptions.RayTaskError as error:
+        cause: BaseException = error  # the original error, without the wrappers of Ray's processes
+        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
+            cause = cause.cause
+        if isinstance(cause, ValueError):
+            raise UnrecoverableError(without_retry_note(str(cause)), is_agreed=False) from None
+        raise

@@ -50,13 +50,18 @@ class RunLink:
 
     Attributes:
         clock: the clock of this attempt.
+        watchdog: ends this process if a step hangs, and sends the heartbeats.
         log: takes metrics of a step, which are the same on all ranks; rank 0 sends them.
         stop_reason: why the workers were asked to stop, by the last answer to a heartbeat.
         is_resizing: on rank 0, whether the driver waits for a checkpoint and the group's end.
     """
 
-    def __init__(self, record: Recorder, rank: int, world_size: int = 1) -> None:
+    def __init__(
+        self, record: Recorder, rank: int, world_size: int = 1, step_timeout_s: float = 600.0
+    ) -> None:
+        """`step_timeout_s`: longest time that a step may take."""
         self.record, self.rank, self.world_size = record, rank, world_size
+        self.watchdog = Watchdog(self, step_timeout_s)
         self.clock = PhaseClock()
         self.log = record.metrics if rank == 0 else lambda step, values: None
         self.stop_reason: str | None = None

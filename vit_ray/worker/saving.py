@@ -23,12 +23,11 @@ from vit_ray.training.collectives import read_by_first
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
-from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.run_link import RunLink
 
 # Longest wait for the previous checkpoint, with all retries while storage is away.
 WRITE_TIMEOUT_S: Final = 1800.0
 REMIND_S: Final = 60.0
-LOOK_S: Final = 1.0
 
 
 def start_thread(work: Callable[[], None]) -> None:
@@ -70,12 +69,11 @@ class CheckpointSaver:
         state: TrainingState,
         writer: CheckpointWriter,
         link: RunLink,
-        watchdog: Watchdog,
         run_beside: Callable[[Callable[[], None]], object] = start_thread,
     ) -> None:
         """`run_beside`: starts a function, which does not raise, and returns at once."""
         self._job, self._state, self._link = job, state, link
-        self.writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
+        self.writer, self._run_beside = writer, run_beside
         self._written = threading.Event()
         self._written.set()
         # Memory of the last snapshot, for the next snapshot; None while it is being written.
@@ -92,7 +90,7 @@ class CheckpointSaver:
             UnrecoverableError: as `wait_until_written`, for the previous checkpoint.
         """
         start_s = time.perf_counter()
-        with self._watchdog.paused():  # `wait_until_written` has a limit
+        with self._link.watchdog.paused():  # `wait_until_written` has a limit
             self.wait_until_written()  # slow storage must not accumulate snapshots
             position = make_position(self._job, self._state, progress)
             memory, self._memory = self._memory, None
@@ -109,13 +107,9 @@ class CheckpointSaver:
             RuntimeError: as `check`.
             TimeoutError: the storage does not answer.
         """
-        start_s = reminded_s = time.monotonic()
-        while not self._written.wait(LOOK_S):
-            now_s = time.monotonic()
-            if now_s - reminded_s < REMIND_S:
-                continue
-            reminded_s, waited_s = now_s, now_s - start_s
-            folder = self._job.recipe.run_folder
+        start_s, folder = time.monotonic(), self._job.recipe.run_folder
+        while not self._written.wait(REMIND_S):
+            waited_s = time.monotonic() - start_s
             text = f"{folder}: waiting for the previous checkpoint for {waited_s:.0f} s"
             self._link.record.event(EventKind.STORAGE_SLOW, text, 0)
             if waited_s > timeout_s:

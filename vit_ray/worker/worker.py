@@ -4,11 +4,10 @@ import os
 import platform
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import ray
 import torch
 from torch import nn
 
@@ -17,19 +16,23 @@ from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config.schema import errors_of
 from vit_ray.outcomes import EventKind
-from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import locate
 from vit_ray.training.collectives import all_max, all_sum
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
 from vit_ray.training.memory_estimate import tried_micro_batch
-from vit_ray.training.objective import build_objective, make_loss, part_of
+from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.steps import CPU_LIMIT, accumulation_steps, micro_batch_size
 from vit_ray.worker.attempt import Attempt, reported_failures
-from vit_ray.worker.evaluation import Evaluator, Predicts
-from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError
+from vit_ray.worker.evaluation import Evaluator
+from vit_ray.worker.job import (
+    Streams,
+    TrainJob,
+    UnrecoverableError,
+    with_unrecoverable_errors,
+)
 from vit_ray.worker.prefetch import device_batches
-from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog
+from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import (
     CheckpointSaver,
     agreed_checkpoint,
@@ -49,19 +52,18 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
     warnings.filterwarnings("ignore", category=UserWarning)
     warm_up_process()
     device = training_device(use_gpu)
-    link = RunLink(job.record, rank, world_size)
-    watchdog = Watchdog(link, job.recipe.train.step_timeout_s)
+    link = RunLink(job.record, rank, world_size, job.recipe.train.step_timeout_s)
     link.beat(0)  # a stop may already be requested
-    watchdog.start()
+    link.watchdog.start()
     try:
         with reported_failures(link):
             check_folder_is_shared(job, platform.node())
             if job.kind == "evaluate":
-                evaluate_alone(job, link, streams, device, watchdog)
-            elif attempt := set_up_attempt(job, link, streams, device, watchdog):
+                evaluate_alone(job, link, streams, device)
+            elif attempt := set_up_attempt(job, link, streams, device):
                 attempt.run()
     finally:
-        watchdog.stop()
+        link.watchdog.stop()
 
 
 def training_device(use_gpu: bool) -> torch.device:
@@ -79,13 +81,13 @@ def training_device(use_gpu: bool) -> torch.device:
 
 
 def set_up_attempt(
-    job: TrainJob, link: RunLink, streams: Streams, device: torch.device, watchdog: Watchdog
+    job: TrainJob, link: RunLink, streams: Streams, device: torch.device
 ) -> Attempt | None:
     """Build this worker's parts; all ranks call it. None if an earlier attempt ended the run."""
     recipe, train, world_size = job.recipe, job.recipe.train, link.world_size
     run_folder = locate(recipe.run_folder)
     damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
-    with watchdog.paused():  # storage has other limits
+    with link.watchdog.paused():  # storage has other limits
         checkpoint = agreed_checkpoint(run_folder, damaged, device)
     if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
         return None
@@ -122,8 +124,8 @@ def set_up_attempt(
         gather_by_own_group(),
         checkpoint,
     )
-    watchdog.note_step(progress.step)
-    watchdog.expect_long_step()
+    link.watchdog.note_step(progress.step)
+    link.watchdog.expect_long_step()
     return Attempt(
         job,
         RankContext(
@@ -137,17 +139,13 @@ def set_up_attempt(
         link,
         engine,
         batches,
-        evaluator_of(job, engine, streams, link, watchdog),
-        CheckpointSaver(job, engine.state, writer, link, watchdog),
-        watchdog,
+        Evaluator(job, engine, streams, link),
+        CheckpointSaver(job, engine.state, writer, link),
         progress,
-        preemption_notice,
     )
 
 
-def evaluate_alone(
-    job: TrainJob, link: RunLink, streams: Streams, device: torch.device, watchdog: Watchdog
-) -> None:
+def evaluate_alone(job: TrainJob, link: RunLink, streams: Streams, device: torch.device) -> None:
     """The work of a run that only evaluates.
 
     Raises:
@@ -156,24 +154,10 @@ def evaluate_alone(
     model = initial_model(job, link, device, loads_weights=True)
     predictor = Predictor(model, job.recipe.train, device)
     try:
-        link.log(0, evaluator_of(job, predictor, streams, link, watchdog).evaluate(0))
+        link.log(0, Evaluator(job, predictor, streams, link).evaluate(0))
     except EvaluationCutError:
         text = f"{link.asked_stop_reason()}; the evaluation has no results"
         link.note(EventKind.STOPPED, text, 0, DELIVERY_S)
-
-
-def evaluator_of(
-    job: TrainJob, engine: Predicts, streams: Streams, link: RunLink, watchdog: Watchdog
-) -> Evaluator:
-    """The evaluator of this rank's streams."""
-
-    def open_batches(name: str) -> Iterator[Batch]:
-        # At most the images of one rank: more rows would be padding.
-        num_images = -(-job.num_evaluated[name] // link.world_size)
-        size = min(job.recipe.evaluate.batch_size, num_images)
-        return _with_unrecoverable_errors(streams.evaluation_batches(name, size))
-
-    return Evaluator(job, engine, open_batches, link, watchdog)
 
 
 def training_batches(
@@ -185,23 +169,7 @@ def training_batches(
     if samples_seen >= total_samples:
         return iter(())  # at most the last evaluation remains
     batches = streams.training_batches(batch_size // world_size, samples_seen, total_samples)
-    return device_batches(_with_unrecoverable_errors(batches), device, BATCHES_AHEAD)
-
-
-def _with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches; an error that a restart would meet again is an `UnrecoverableError`.
-
-    Such as too many bad images: a ValueError of the stream.
-    """
-    try:
-        yield from batches
-    except ray.exceptions.RayTaskError as error:
-        cause: BaseException = error  # the original error, without the wrappers of Ray's processes
-        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
-            cause = cause.cause
-        if isinstance(cause, ValueError):
-            raise UnrecoverableError(without_retry_note(str(cause)), is_agreed=False) from None
-        raise
+    return device_batches(with_unrecoverable_errors(batches), device, BATCHES_AHEAD)
 
 
 def choose_micro_batch(job: TrainJob, world_size: int, agree: Callable[[int], int]) -> int:
@@ -242,13 +210,6 @@ def initial_model(
             report = open_weights(recipe.init_from).load_into(model, job.new_head)
     except ValueError as error:  # perhaps this host does not have a file or module of the user's
         raise UnrecoverableError(str(error), is_agreed=False) from None
-    is_new = any(part_of(name) == "head" for name in report.new)
-    if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
-        # A kernel of zeros gives the same logits for every image, and would stay zero.
-        raise UnrecoverableError(
-            f"optim.frozen has head, but {report.source} has no matching head: the new one of "
-            "zeros would never learn; remove head from optim.frozen"
-        )
     check_same_on_all_ranks(str(report), device)
     link.note(EventKind.WEIGHTS, str(report), 0)
     return model

@@ -177,7 +177,8 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
             "folder"
         )
     versions, earlier = versions_of(units_of(config)), record["versions"]
-    changes = sorted(p for p in {**versions, **earlier} if versions.get(p) != earlier.get(p))
+    paths = versions.keys() | earlier.keys()
+    changes = sorted(path for path in paths if versions.get(path) != earlier.get(path))
     if not changes:
         return Plan(**record)
     if is_finished:

@@ -91,7 +91,7 @@ def test_on_s3_it_is_held_renewed_and_let_go(bucket, caplog, request):
         first = file.read()
         while file.read() == first:
             time.sleep(0.02)
-        assert is_held(folder, r"^process \d+ of .* on .* since ")
+        assert is_held(folder, r"in use by process \d+ of .* on .* since ")
         check_lock(folder, number)
     with hold_lock(folder, pytest.fail) as next_number:
         assert next_number > number

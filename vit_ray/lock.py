@@ -154,23 +154,25 @@ def this_process(folder: Location) -> Owner:
 
 
 def _acquire(folder: Location, owner: Owner) -> int:
-    first, deadline_s = None, 0.0
+    first, start_s = None, 0.0
     while True:
         number = max(_numbers(folder), default=0)
         holder = _read_owner(folder, number) if number else {}
         is_gone, now_s = number == 0 or _is_gone(holder, folder), time.monotonic()
-        is_silent = is_gone is None and (number, holder) == first and now_s > deadline_s
+        # Shorter once a file of this machine, which was just being written, can be read.
+        patience_s = PATIENCE_S if is_gone is None else RELEASE_S
+        is_late = now_s > start_s + patience_s
+        is_silent = is_gone is None and (number, holder) == first and is_late
         if is_gone or is_silent:
             if _create(folder, number + 1, owner):
                 return number + 1
         elif first is None:
-            patience_s = PATIENCE_S if is_gone is None else RELEASE_S
-            first, deadline_s = (number, holder), now_s + patience_s
+            first, start_s = (number, holder), now_s
             logger.warning(
                 "%s is held by %s; waiting up to %g s for it to end or to show that it lives",
                 folder.uri, _name(holder), patience_s,
             )  # fmt: skip
-        elif now_s > deadline_s or (is_gone is None and (number, holder) != first):
+        elif is_late or (is_gone is None and (number, holder) != first):
             raise HeldError(
                 f"{folder.uri} is in use by {_name(holder)}; wait for it or stop it, or choose "
                 "another name"

@@ -117,7 +117,8 @@ class Dataset(Sequence[Sample]):
             training: False for an evaluation: each image once (not `epochs`), in stored order,
                 cropped by `eval_augment`; the last batch is padded, with "weight" 0.0. With
                 `held_out_fraction`, only the images that a training with this `seed` leaves out.
-            data: further keys of a recipe's section `data`, such as `augment={"min_area": 0.3}`.
+            data: further keys of a recipe's section `data` except `train` and `eval`, such as
+                `augment={"min_area": 0.3}`.
 
         Raises:
             ValueError: a key is unknown, or a value cannot work.

@@ -190,7 +190,7 @@ def _with_transfers(
             continue
         top1.append(swept.mean)
         added = {key: swept.mean}
-        if len(swept.rows):
+        if swept.rows:
             added[f"{key}_std"] = swept.deviation
         if len(top1) == len(study.transfer):
             added[TRANSFER_MEAN_TOP1] = statistics.fmean(top1)

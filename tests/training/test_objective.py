@@ -238,7 +238,7 @@ def test_passes_have_whole_pairs():
 @pytest.mark.parametrize(
     ("batch", "train", "word"),
     [
-        (7, {}, "such as 8"),
+        (7, {}, r"global_batch_size is 8$"),
         (12, {"micro_batch_size": 3}, "such as 4"),
         (8, {"loss": "masked_patch"}, "masked_patch"),
         (8, {"mixup": -0.1}, r"train\.mixup"),
@@ -246,7 +246,7 @@ def test_passes_have_whole_pairs():
 )
 def test_an_odd_share_or_pass_is_refused(batch, train, word):
     with pytest.raises(ValueError, match=word):
-        mixed_recipe(batch, **train)
+        check_batch(mixed_recipe(batch, **train), 100)
     with pytest.raises(ValueError, match=r"train\.mixup.* is 8$"):
         check_batch(mixed_recipe(6, 2), 100)
 

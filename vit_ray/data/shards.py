@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.dataset import Manifest, ShardFile, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
+from vit_ray.data.shard_writer import SHARD_SCHEMA
 from vit_ray.storage import (
     Location,
     UnavailableError,
@@ -123,7 +124,7 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
     """A shard, opened for reading, and its footer.
 
     Raises:
-        ValueError: its size differs from the manifest's.
+        ValueError: its size differs from the manifest's, or its columns are not those of a shard.
     """
     source = location.open()
     if source.size() != entry.bytes:
@@ -131,7 +132,13 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
             f"shard {location.path!r} has {source.size()} bytes and the manifest says "
             f"{entry.bytes}: it was changed or cut short after conversion{_ADVICE}"
         )
-    return source, pq.ParquetFile(source).metadata
+    file = pq.ParquetFile(source)
+    if not pa.schema(list(file.schema_arrow)[: len(SHARD_SCHEMA)]).equals(SHARD_SCHEMA):
+        raise ValueError(
+            f"shard {location.path!r} has the columns {file.schema_arrow.names}; expected "
+            f"{SHARD_SCHEMA.names} as `vit-ray convert` writes them{_ADVICE}"
+        )
+    return source, file.metadata
 
 
 def _open_images(file: ShardFile) -> pq.ParquetFile:

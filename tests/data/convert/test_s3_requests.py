@@ -42,6 +42,7 @@ def test_each_further_image_is_asked_for_once(tmp_path, layout, monkeypatch):
     (tmp_path / "sets").mkdir()
     monkeypatch.setattr(conversion, "SAMPLED", 4)
     # A store that ignores the condition of a lock is waited for.
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 600.0)  # its requests depend on the time
     monkeypatch.setattr(lock, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
     requests = {}
     with serve_s3(tmp_path) as port, FaultProxy(port) as proxy, this_process_uses(proxy.port):

@@ -203,14 +203,26 @@ class Trial(tune.Trainable):
         """`is_private`: no other driver uses the cluster."""
         if is_private:
             mark_private()
-        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
-        self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
-        self._stop, self._warnings = threading.Event(), list[str]()
-        following = Following(parent, self._stop, self._report)
-        self._thread = threading.Thread(target=self._train, args=(work, following))
+        self._work, self._parent = work, parent
+        self._warnings = list[str]()
         handler = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
         handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("vit_ray").addHandler(handler)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Prepare a training, which the first step starts: then Tune knows that its trial runs."""
+        self._warnings.clear()
+        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+        self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Use the process for another trial, which saves its start."""
+        self.cleanup()
+        self._prepare()
+        return True
 
     def step(self) -> dict[str, Any]:
         """Step and deciding metric of the next evaluation, or the last result.
@@ -218,7 +230,7 @@ class Trial(tune.Trainable):
         A trial that was stopped on request repeats the last result, marked `STOPPED`, so that Tune
         does not take the trial for ended.
         """
-        if self._thread.ident is None:  # a training starts once Tune knows that its trial runs
+        if self._thread.ident is None:
             self._thread.start()
         report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
         if report is None:
@@ -241,9 +253,10 @@ class Trial(tune.Trainable):
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self._reports.put({STEP: step, METRIC: top1_of(metrics)})
 
-    def _train(self, work: Work, following: Following) -> None:
+    def _train(self) -> None:
+        following = Following(self._parent, self._stop, self._report)
         try:
-            result = work(self.config, following)
+            result = self._work(self.config, following)
             self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
         except RunStoppedError:
             self._reports.put(None)
@@ -382,6 +395,7 @@ def run_trials(
                 search_alg=search_alg,
                 scheduler=scheduler,
                 max_concurrent_trials=max_concurrent or num_fitting(recipes, parent.cluster),
+                reuse_actors=scheduler is None,  # ASHA stops trials while they train
             ),
             run_config=tune.RunConfig(
                 name=name,

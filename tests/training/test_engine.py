@@ -241,7 +241,7 @@ def test_steps_that_are_not_compiled_do_not_load_the_compiler():
 
 
 def averages_and_guard(rank: int) -> list[dict[str, Any]]:
-    """By stage: averaged weights, layers that lose numbers, and a step poisoned on rank 0 alone."""
+    """By stage: averaged weights, sizes of layers' outputs, and a step poisoned on rank 0 alone."""
     found = []
     for stage in STAGES:
         train = TrainConfig(zero_stage=stage, precision="fp32", averaging=0.5)
@@ -265,7 +265,7 @@ def averages_and_guard(rank: int) -> list[dict[str, Any]]:
             {
                 "poison": (bool(refused), stayed),
                 "logits": [before, inside, engine.predict(IMAGES)[1]],
-                "lost": (engine.nonfinite_by_layer(IMAGES), engine.nonfinite_by_layer(lost)),
+                "sizes": (engine.activation_sizes(IMAGES), engine.activation_sizes(lost)),
             }
         )
         engine.close()
@@ -294,8 +294,10 @@ def test_averages_are_polyaks_and_a_loss_that_is_not_finite_is_applied_on_no_ran
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(before, after)
     assert not torch.allclose(before, inside)
-    found, lost = behaviour[stage]["lost"]
-    names = list(found)
+    sizes, lost = behaviour[stage]["sizes"]
+    names = list(sizes)
     assert names.index("blocks.0") < names.index("blocks.1") < names.index("head")
-    assert not any(found.values())
-    assert all(lost.values())
+    largest = float(before.square().mean(1).sqrt().max())
+    assert sizes["head"] == pytest.approx(largest, rel=1e-6)
+    assert all(0 < size < 100 for size in sizes.values())
+    assert all(size == float("inf") for size in lost.values())

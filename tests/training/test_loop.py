@@ -443,4 +443,4 @@ def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(k
     assert (found, step) == (kind, BAD + 1 if kind == "not finite" else 4)
     assert f"of step {BAD} is" in text
     samples = ", ".join(str(n) for n in range(BAD * GLOBAL_BATCH, (BAD + 1) * GLOBAL_BATCH))
-    assert kind == "step skipped" or f"Samples {samples}." in text  # of both ranks
+    assert f"Samples {samples}. Activations are finite when" in text  # of both ranks

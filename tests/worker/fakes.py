@@ -133,8 +133,8 @@ class FakeEngine:
     def restore(self, checkpoint: Checkpoint) -> None:
         self.weight = float(checkpoint.weights()["w"])
 
-    def nonfinite_by_layer(self, images: torch.Tensor) -> dict[str, bool]:
-        return {"embedding": False, "blocks.0": True}
+    def activation_sizes(self, images: torch.Tensor) -> dict[str, float]:
+        return {"embedding": 1.0, "blocks.0": float("inf")}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -129,13 +129,13 @@ class DeepSpeedEngine:
             self._engine.train()
 
     @torch.no_grad()
-    def nonfinite_by_layer(self, images: Tensor) -> dict[str, bool]:
-        """Whether each layer's output has a number that is not finite; all ranks call it.
+    def activation_sizes(self, images: Tensor) -> dict[str, float]:
+        """Root mean square of each layer's output, the maximum over images; all ranks call it.
 
-        Layers are the model's blocks and the modules outside of blocks, in the order of the forward
-        pass.
+        Infinite if an output is not finite, so it shows the first layer with such an output. Layers
+        are the model's blocks and the modules outside of blocks, in the order of the forward pass.
         """
-        nonfinite: dict[str, bool] = {}
+        sizes: dict[str, float] = {}
         module: Any = self._engine.module
         model: nn.Module = getattr(module, "model", module)
 
@@ -149,13 +149,14 @@ class DeepSpeedEngine:
 
         def watch(layer: nn.Module, _: Any, output: Any) -> None:
             if layer in names and isinstance(output, Tensor):
-                is_finite = bool(output.isfinite().all())
-                nonfinite[names[layer]] = nonfinite.get(names[layer], False) or not is_finite
+                size = output.float().flatten(1).square().mean(1).sqrt().amax()
+                largest = float(torch.nan_to_num(size, nan=math.inf, posinf=math.inf))
+                sizes[names[layer]] = max(sizes.get(names[layer], 0.0), largest)
 
         # Code made by torch.compile does not call hooks.
         with register_module_forward_hook(watch), torch.compiler.set_stance("force_eager"):
             self.predict(images)
-        return nonfinite
+        return sizes
 
     def close(self) -> None:
         self._engine.destroy()

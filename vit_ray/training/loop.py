@@ -156,6 +156,7 @@ class SkippedStep(NamedTuple):
     step: int
     grad_norm: float
     norm_limit: float
+    batch: Batch
 
 
 @dataclass
@@ -274,7 +275,9 @@ class TrainingLoop:
             progress.skipped_steps += 1
             self._skipped.append(progress.step - 1)
             if self._largest is None or grad_norm > self._largest.grad_norm:
-                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit)
+                # On the host: the device has no memory for a second batch until the next log.
+                on_host = {**batch, "image": as_tensor(batch["image"]).cpu()}
+                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, on_host)
         elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:

@@ -5,6 +5,7 @@ outlier: weights and optimizer stay as before the step.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -289,26 +290,30 @@ class Attempt:
             f"steps not applied: {_listed(steps)}; {progress.skipped_steps} since the run began. "
             f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit "
             f"of {largest.norm_limit:.3g} (train.skip_above={self.job.recipe.train.skip_above:g} x "
-            "the median)"
+            f"the median). {self._described(largest.batch)}"
         )
         self.link.note(EventKind.SKIPPED, text, progress.step)
 
     def _described(self, batch: Batch) -> str:
         """A text for an event: samples of the global batch, and the first layer whose activations
-        are not finite; all ranks call it.
+        are not finite, or the one with the largest; all ranks call it.
         """
         engine = self.engine
         rank_samples = np.asarray(batch["sample"], np.int64)
         samples = np.unique(all_rows(rank_samples, engine.device)).tolist()
         passes = [
-            engine.nonfinite_by_layer(normalize(images.to(engine.device), engine.dtype))
+            engine.activation_sizes(normalize(images.to(engine.device), engine.dtype))
             for images in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
         ]
         layers = list(passes[0])
-        counts = all_max([sum(found[layer] for found in passes) for layer in layers], engine.device)
-        bad = [layer for layer, count in zip(layers, counts, strict=True) if count]
-        where = f"first not finite in {bad[0]}" if bad else "finite when the model is evaluated"
-        return f"Samples {_listed(samples)}. Activations are {where}"
+        sizes = all_max([max(found[layer] for found in passes) for layer in layers], engine.device)
+        largest = layers[int(np.argmax(sizes))]  # the first of those that are not finite
+        where = (
+            "finite when the model is evaluated, largest in"
+            if max(sizes) < math.inf
+            else ("first not finite in")
+        )
+        return f"Samples {_listed(samples)}. Activations are {where} {largest}"
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """Whether this rank wants a checkpoint at once, and whether it wants to stop."""

@@ -30,8 +30,9 @@ from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 STEPS = 600
 EVERY = 40
 END_S = 60
-OF_THE_CLUSTER = ("_StatsActor", "_AutoscalingCoordinatorActor")
-"""Actors that Ray Data starts once for all jobs."""
+OF_THE_CLUSTER = ("_StatsActor", "_AutoscalingCoordinatorActor", "PlacementGroupCleaner")
+"""Actors that Ray Data starts once for all jobs; and a detached one of each Ray Train controller,
+which Ray 2.60 leaves without work if the controller dies before that actor has started."""
 MOST = 10_000
 STOPPED = 3
 """Exit code of a driver that was stopped on request."""

@@ -215,8 +215,7 @@ def run_sweep(
             driver.process.send_signal(number)  # nothing where it has ended
             time.sleep(0.2)
         code, output = driver.wait()
-        # 15: while Ray starts, which has a handler of its own for that time.
-        killed = {signal.SIGTERM, *(-one for one in signals), *(128 + one for one in signals)}
+        killed = {*(-one for one in signals), *(128 + one for one in signals)}
         assert code in ({0, STOPPED, *killed} if signals else {0}), output
         sweep.seconds = time.monotonic() - start_s
         wait_until_nothing_is_left(head, before)
@@ -247,7 +246,9 @@ def trained_alike(found: Any, expected: Any) -> None:
     """At the steps that both have: a driver that goes on logs its first step, too."""
     for name, points in expected.items():
         both = found[name].keys() & points.keys()
-        assert {step: found[name][step] for step in both} == {step: points[step] for step in both}
+        assert [found[name][step] for step in both] == pytest.approx(
+            [points[step] for step in both], rel=0, abs=0, nan_ok=True
+        )  # a first metric that has no value yet is NaN at step 0
 
 
 @pytest.mark.parametrize("sequence", range(SEQUENCES))

@@ -125,36 +125,64 @@ def connect(recipe: Recipe, *other_recipes: Recipe) -> ClusterShape:
     recipe.storage.use()
     if ray.is_initialized():
         return shape(time.time())
-    with _sigterm_as_before():
-        if address := os.environ.get("RAY_ADDRESS"):
-            check_address(address)
-            environment = recipe.storage.variables()
-            try:
-                # no limit: Ray's own two minutes; `check_address` has tried before
-                ray.init(
-                    log_to_driver=_shows_logs(),
-                    logging_level=logging.WARNING,
-                    runtime_env={"env_vars": environment} if environment else None,
-                )
-            except RuntimeError as error:  # of another version
-                raise ValueError(
-                    f"RAY_ADDRESS={address}: {' '.join(str(error).split())}; cluster and driver "
-                    "need the same Python and Ray: start the driver on the cluster, for example "
-                    "with `ray job submit`, or update one of them"
-                ) from error
-        else:
-            needed = (
-                each.workers.sizes[-1] * each.workers.cpus_per_worker + 2 * each.data.cpus_per_task
-                for each in (recipe, *other_recipes)
-            )
-            num_cpus = max(cpu_count(), math.ceil(max(needed)))
-            os.environ.setdefault(_IDLE_PROCESSES, str(num_cpus + _NUM_ACTORS))
-            folder = _start(num_cpus)
-            mark_private()
-            _end_with_ray(folder)
-            if not has_dashboard():  # only the dashboard shows them; they take a process
-                keep_no_dataset_statistics()
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_address(address)
+        with _without_sigterm(), _sigterm_as_before():
+            _join(address, recipe.storage.variables())
+    else:
+        with _sigterm_as_before():
+            _start_for(recipe, *other_recipes)
     return shape(time.time())
+
+
+def _join(address: str, environment: Mapping[str, str]) -> None:
+    """Join the cluster at `RAY_ADDRESS`; the run's processes get the environment's variables.
+
+    Raises:
+        ValueError: its Ray or Python has another version.
+    """
+    try:
+        # no limit: Ray's own two minutes; `check_address` has tried before
+        ray.init(
+            log_to_driver=_shows_logs(),
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": environment} if environment else None,
+        )
+    except RuntimeError as error:  # of another version
+        raise ValueError(
+            f"RAY_ADDRESS={address}: {' '.join(str(error).split())}; cluster and driver "
+            "need the same Python and Ray: start the driver on the cluster, for example "
+            "with `ray job submit`, or update one of them"
+        ) from error
+
+
+def _start_for(*recipes: Recipe) -> None:
+    """Start a Ray on this machine that has CPUs enough for each of the recipes."""
+    needed = (
+        each.workers.sizes[-1] * each.workers.cpus_per_worker + 2 * each.data.cpus_per_task
+        for each in recipes
+    )
+    num_cpus = max(cpu_count(), math.ceil(max(needed)))
+    os.environ.setdefault(_IDLE_PROCESSES, str(num_cpus + _NUM_ACTORS))
+    folder = _start(num_cpus)
+    mark_private()
+    _end_with_ray(folder)
+    if not has_dashboard():  # only the dashboard shows them; they take a process
+        keep_no_dataset_statistics()
+
+
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Deliver SIGTERM only after the block.
+
+    It would interrupt the registration at Ray, which then ends the process with code 1 and no
+    message (Ray 2.60). Not where the block starts processes, which inherit this.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -200,9 +200,9 @@ def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) ->
         is_dev[order[:total]] = True
     else:  # the first rows of each class
         quotas = class_quotas(counts, fraction, whole.classes)
-        by_class = order[np.argsort(labels[order], kind="stable")]
+        grouped = order[np.argsort(labels[order], kind="stable")]
         for first, quota in zip(np.cumsum(counts) - counts, quotas, strict=True):
-            is_dev[by_class[first : first + quota]] = True
+            is_dev[grouped[first : first + quota]] = True
     return is_dev
 
 

@@ -165,7 +165,7 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
 def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -> list[Unit]:
     """Units for files of one format, in the chosen split."""
     source, folder = config.source, folder or _folder_of(files)
-    formats = [config.format]
+    formats: list[str] = [config.format]
     if config.format == "auto":
         if unknown := [path for path in files if _suffix(path) not in _FORMATS]:
             raise ValueError(

@@ -66,6 +66,16 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
         assert relative_difference(model.features(some_images(4)), theirs) < 1e-5
 
 
+def test_logits_at_another_resolution_equal_transformers_interpolation(tmp_path):
+    peer = transformers_vit(tmp_path)
+    model = small_model("ViT", image_size=(40, 64)).eval()
+    load_weights(model, tmp_path, resize="bicubic")
+    images = some_images(2, (40, 64))
+    with torch.no_grad():
+        theirs = peer(images, interpolate_pos_encoding=True).logits
+        assert relative_difference(model(images), theirs) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("positions", "positions_at"),
     [("none", "stem"), ("learned_2d", "every_layer"), ("relative", "stem")],

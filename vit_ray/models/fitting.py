@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vit_ray.models.catalog import Grid
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import resize_line, resize_table, square_grid
+from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 Tensors = dict[str, Tensor]
@@ -24,8 +24,8 @@ Origin = Mapping[str, Any]
 Statistics = tuple[list[float], list[float]]
 
 # Tensors of a file that the model may lack: the head (fine-tuning drops both linear layers, paper
-# 3.2), and the class token.
-SPARE_PREFIXES = ("head.", "representation.", "class_token.")
+# 3.2), the class token, and timm's norm of the mean over tokens (ours is of the tokens).
+SPARE_PREFIXES = ("head.", "representation.", "class_token.", "fc_norm.")
 # Settings that must be equal for the same function, and settings that all our models have.
 _FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
 _FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
@@ -62,6 +62,7 @@ def fit_state_dict(
     state_dict: Tensors,
     new_head: NewHead = "auto",
     *,
+    resize: ResizeMode = "bilinear",
     origin: Origin | None = None,
     source: str = "a state dict",
 ) -> LoadReport:
@@ -77,7 +78,8 @@ def fit_state_dict(
             dict's head, after the same layers; "auto" loads it if it fits and comes after the same
             layers. The representation layer and the class token are loaded if both have them. A
             model without them drops them. A representation layer that only the model has stays new,
-            unless the head is required.
+            unless the head is required; so does the last norm if the file has timm's `fc_norm`.
+        resize: how tables of positions are resampled, as in `resize_table`.
         origin: known properties of the state dict's model; without a grid, its positions are of a
             square image.
         source: name of the state dict in the report and in errors.
@@ -120,7 +122,7 @@ def fit_state_dict(
         if grid and tensor.dim() == 3 and name.startswith("positions."):
             recorded = origin.get("grid") or _trained_grid(name, tensor, shape, grid, has_token)
             trained_grid = (recorded[0], recorded[1])  # it may be a list
-            fitted[name] = _fitted_table(tensor, wanted[name], trained_grid, grid)
+            fitted[name] = _fitted_table(tensor, wanted[name], trained_grid, grid, resize)
             change = f"{_sides(trained_grid)} to {_sides(grid)}"
         elif name.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             fitted[name] = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
@@ -153,9 +155,11 @@ def _fresh_names(
         fresh = set()
     if new_head is False:
         return fresh
-    before = ("representation.weight", "class_token.token")
+    before = ("representation.weight", "class_token.token", "fc_norm.weight")
     has_same_layers = all((name in wanted) == (name in state) for name in before)
-    fresh |= {n for n in wanted if n.startswith("representation.") and n not in state}
+    is_behind_mean = "fc_norm.weight" in state and "norm.weight" not in state
+    may_lack = ("representation.", "norm.") if is_behind_mean else ("representation.",)
+    fresh |= {n for n in wanted if n.startswith(may_lack) and n not in state}
     head = {name for name in wanted if name.startswith("head.")}
     saved = head & state.keys()
     fits = has_same_layers and all(state[name].shape == wanted[name].shape for name in saved)
@@ -185,7 +189,9 @@ def _trained_grid(
     return trained_grid
 
 
-def _fitted_table(table: Tensor, wanted: Tensor, trained_grid: Grid, grid: Grid) -> Tensor:
+def _fitted_table(
+    table: Tensor, wanted: Tensor, trained_grid: Grid, grid: Grid, resize: ResizeMode
+) -> Tensor:
     """Positions at the model's grid, with a row for the class token if the model's table has one.
 
     The tables of some models of timm have none.
@@ -196,7 +202,7 @@ def _fitted_table(table: Tensor, wanted: Tensor, trained_grid: Grid, grid: Grid)
         table = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     elif (token_rows, wanted_token_rows) == (1, 0):
         table = table[:, 1:]
-    return resize_table(table, trained_grid, grid)
+    return resize_table(table, trained_grid, grid, resize)
 
 
 def origin_of(model: nn.Module) -> Origin:

@@ -6,11 +6,15 @@ around the module's forward.
 
 # B images, N tokens (class token first), D width, H heads, K head width
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit_ray.models.catalog import Grid
+
+ResizeMode = Literal["bilinear", "bicubic"]
 
 
 def normal_table(*shape: int) -> nn.Parameter:
@@ -137,15 +141,17 @@ class RelativePositions(nn.Module):
         return rows.reshape(*rows.shape[:-1], num_queries, row)[..., : start + 1]
 
 
-def resize_table(table: Tensor, old_grid: Grid, new_grid: Grid) -> Tensor:
+def resize_table(
+    table: Tensor, old_grid: Grid, new_grid: Grid, mode: ResizeMode = "bilinear"
+) -> Tensor:
     """Resample a 1-D raster table (1, prefix + N, D) to another grid; the prefix stays unchanged.
-
-    Bilinear with aligned end points, like `scipy.ndimage.zoom(order=1)` in the reference code.
 
     Args:
         table: a row of the class token, or none, and then rows of the grid in raster order.
         old_grid: (rows, columns) of the table.
         new_grid: (rows, columns) of the result.
+        mode: "bilinear" aligns end points, like `scipy.ndimage.zoom(order=1)` in the reference
+            code; "bicubic" samples cell centres, like Hugging Face transformers.
 
     Raises:
         ValueError: if the table does not hold the old grid.
@@ -160,7 +166,7 @@ def resize_table(table: Tensor, old_grid: Grid, new_grid: Grid) -> Tensor:
         return table
     prefix, grid = table[:, :num_prefix], table[:, num_prefix:]
     image = grid.float().reshape(1, *old_grid, -1).permute(0, 3, 1, 2)
-    resized = F.interpolate(image, size=new_grid, mode="bilinear", align_corners=True)
+    resized = F.interpolate(image, size=new_grid, mode=mode, align_corners=mode == "bilinear")
     raster = resized.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)
     return torch.cat([prefix, raster], dim=1)
 

@@ -87,6 +87,7 @@ blocks.{block}.mlp_norm norm @LayerNorm_2 @norm2 @layernorm_after
 blocks.{block}.mlp.expand linear @MlpBlock_3/Dense_0 @mlp.fc1 @intermediate.dense
 blocks.{block}.mlp.contract linear @MlpBlock_3/Dense_1 @mlp.fc2 @output.dense
 norm norm Transformer/encoder_norm norm layernorm
+fc_norm norm - fc_norm -
 representation linear pre_logits pre_logits.fc pooler.dense
 head linear head head classifier
 """  # noqa: E501

@@ -34,7 +34,7 @@ from vit_ray.models.fitting import (
     with_our_inputs,
 )
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import square_grid
+from vit_ray.models.positions import ResizeMode, square_grid
 from vit_ray.models.published import (
     ENCODER,
     FOLDER_CONFIG,
@@ -72,7 +72,9 @@ class WeightFile:
     num_classes: int | None
     inputs: Statistics | None
 
-    def load_into(self, model: nn.Module, new_head: NewHead = "auto") -> LoadReport:
+    def load_into(
+        self, model: nn.Module, new_head: NewHead = "auto", resize: ResizeMode = "bilinear"
+    ) -> LoadReport:
         """As `load_weights`."""
         inner = model.model if isinstance(model, MaskedPatchObjective) else model
         source, tensors = f"{self.source} (layout {self.layout})", self.tensors
@@ -82,11 +84,18 @@ class WeightFile:
             tensors = with_our_inputs(tensors, inner, self.inputs, source)
             mean, std = self.inputs
             source += f"; its inputs' mean {mean} and std {std} are folded into the first layer"
-        return fit_state_dict(model, tensors, new_head, origin=self.origin, source=source)
+        return fit_state_dict(
+            model, tensors, new_head, resize=resize, origin=self.origin, source=source
+        )
 
 
 def load_weights(
-    model: nn.Module, path: str | Path, layout: str = "auto", *, new_head: NewHead = "auto"
+    model: nn.Module,
+    path: str | Path,
+    layout: str = "auto",
+    *,
+    new_head: NewHead = "auto",
+    resize: ResizeMode = "bilinear",
 ) -> LoadReport:
     """Load a published checkpoint into a model, in place.
 
@@ -95,12 +104,13 @@ def load_weights(
         path: as in `read_weights`.
         layout: as in `read_weights`.
         new_head: as in `fit_state_dict`.
+        resize: "bilinear" as the reference code, or "bicubic" as transformers.
 
     Raises:
         ValueError: if the file is incomplete, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
-    return read_weights(path, layout).load_into(model, new_head)
+    return read_weights(path, layout).load_into(model, new_head, resize)
 
 
 def read_weights(
@@ -202,18 +212,20 @@ def _read_safetensors(path: Path, opener: Opener | None) -> tuple[Tensors, dict[
 def _our_tensors(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
     """Published tensors under our names and in our shapes.
 
-    Those of `SPARE_PREFIXES` may be missing: `fit_state_dict` decides whether they are needed.
+    Those of `SPARE_PREFIXES` may be missing, and the last norm if the file has timm's `fc_norm`:
+    `fit_state_dict` decides whether they are needed.
 
     Raises:
         ValueError: listing published names without a use, and missing ones.
     """
     ours, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
+    spare = (*SPARE_PREFIXES, "norm.") if "fc_norm.weight" in tensors else SPARE_PREFIXES
     for rule in rules_for(model, layout):
         parts = {name: tensors[name] for name in rule.published if name in tensors}
         unused.difference_update(parts)
         if len(parts) == len(rule.published):
             ours[rule.name] = rule.to_ours(list(parts.values()))
-        elif parts or not rule.name.startswith(SPARE_PREFIXES):
+        elif parts or not rule.name.startswith(spare):
             missing += [name for name in rule.published if name not in parts]
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
     return ours

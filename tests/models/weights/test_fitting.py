@@ -151,6 +151,27 @@ def test_a_head_without_the_layers_before_it_and_half_a_head_are_refused(
     assert fit_state_dict(model, state, new_head=True).new == HEAD
 
 
+def test_a_norm_behind_timms_mean_is_not_taken_for_one_before_it(tmp_path):
+    source, path = small_model("ViT", pool="gap"), tmp_path / "model.safetensors"
+    save_weights(source, path, "timm")
+    tensors = load_file(path)
+    behind = {f"fc_norm.{leaf}": tensors.pop(f"norm.{leaf}") for leaf in ("weight", "bias")}
+    save_file(tensors | behind, path)
+    model, fresh = other_model("ViT", pool="gap"), other_model("ViT", pool="gap").state_dict()
+    with pytest.raises(ValueError, match=r"missing: norm.weight, norm.bias\n  unexpected: fc_norm"):
+        load_weights(model, path, new_head=False)
+    report = load_weights(model, path)
+    # A new norm and a new head, as MAE fine-tunes where the norm moves behind the mean.
+    assert report.new == [*HEAD, "norm.bias", "norm.weight"]
+    assert report.ignored == ["fc_norm.bias", "fc_norm.weight", *HEAD]
+    for name, tensor in model.state_dict().items():
+        expected = fresh if name in report.new else source.state_dict()
+        assert torch.equal(tensor, expected[name]), name
+    save_file({**tensors, **behind, "norm.weight": torch.ones(16)}, path)
+    with pytest.raises(ValueError, match=r"missing: norm\.bias"):
+        load_weights(model, path, new_head=True)
+
+
 @pytest.mark.parametrize(("target", "is_whole"), [("mean_color", True), ("full_patch", False)])
 def test_an_objective_starts_from_another_with_its_mask_and_its_prediction(target, is_whole):
     source = MaskedPatchObjective(small_model("ViT"))

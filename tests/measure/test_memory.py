@@ -37,6 +37,8 @@ def test_precision_momentum_offloading_and_frozen_weights_change_the_state():
     assert state_gb(dataclasses.replace(PAPER, precision="fp32")) == pytest.approx(
         7.5 * (4 + 4 + 8)  # no second copy of the weights
     )
+    with_masters = state_memory(dataclasses.replace(PAPER, precision="fp32", stage=1, world_size=1))
+    assert with_masters.optimizer * GIB == pytest.approx(7.5e9 * (4 + 8))
     adam, sgd = (state_memory(dataclasses.replace(PAPER, moment_bytes=n)) for n in (8, 4))
     assert sgd.optimizer == pytest.approx(adam.optimizer * 2 / 3)
     away = state_memory(dataclasses.replace(PAPER, stage=2, offload=True, has_average=True))

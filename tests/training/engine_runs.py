@@ -119,6 +119,7 @@ def position(engine: DeepSpeedEngine, step: int) -> Position:
 def finished(engine: DeepSpeedEngine, losses: list[float]) -> Run:
     with engine.averaged():
         run = Run(losses, engine.predict(IMAGES.to(engine.dtype))[1])
+    assert engine._engine.training  # again
     engine.close()
     return run
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.training.ranks import run_ranks
@@ -31,11 +32,17 @@ def test_all_ranks_get_all_rows_in_rank_order():
 NUMBERS = [(2.0**53 - 8, 2.0**-10), (3.0, -(2.0**40)), (4.0, 0.25)]
 
 
+def read_nothing() -> Any:
+    raise OSError("the disk is away")
+
+
 def reduced(rank: int) -> dict[str, Any]:
     device = torch.device("cpu")
     array = np.outer(NUMBERS[rank], np.arange(3.0))
     all_sum_array(array, device)
     first, second = NUMBERS[rank]
+    with pytest.raises(ValueError, match="the disk is away"):  # on every rank
+        read_by_first(read_nothing, device)
     return {
         "sum": all_sum([first, torch.tensor(second, dtype=torch.float64), rank == 1], device),
         "max": all_max([first, second], device),

@@ -265,6 +265,15 @@ def test_a_run_that_goes_on_without_its_best_forgets_that():
     assert progress.metrics["a/b"] == 1.0
 
 
+def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set():
+    progress = Progress()
+    hooks = Evaluated(lambda step: {"dev/loss": abs(step - 8) + 1.0, "eval/loss": 9.0 - step})
+    chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
+    run(FakeEngine(), hooks, chosen, progress)
+    assert (progress.metrics[RESULT_STEP], progress.best_loss_key) == (8, "dev/loss")
+    assert with_best(progress.metrics)["eval/loss"] == 1.0
+
+
 def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monkeypatch):
     monkeypatch.setattr(loop, "NORMS_IN_MEDIAN", 8)  # of which a quarter must be known
     chosen = short_recipe(train={"skip_above": 4.0, "log_every_steps": 3})

@@ -180,6 +180,14 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     }
 
 
+def test_each_notice_that_a_node_leaves_asks_for_one_checkpoint(tmp_path, monkeypatch):
+    worker, notices = Worker(make_job(tmp_path)), iter([None, "a", "a", "b", "b"])
+    monkeypatch.setattr(attempt, "preemption_notice", lambda: next(notices))
+    wanted = [Attempt.save_is_wanted(worker.hooks, step) for step in range(5)]
+    assert wanted == [False, True, False, True, False]
+    assert worker.kinds() == ["preemption", "preemption"]
+
+
 def described(rank: int) -> str:
     context = SimpleNamespace(micro_batch_size=4)
     attempt: Any = SimpleNamespace(engine=FakeEngine(), context=context)

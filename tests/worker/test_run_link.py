@@ -95,6 +95,10 @@ def test_time_counts_from_each_step_each_part_of_an_evaluation_and_from_resuming
         assert not ends_within(10_000)
     assert not ends_within(59)
     assert ends_within(2)
+    longer = Watchdog(Mock(), 2 * SETUP_S)  # than any of these
+    for expect in (lambda: None, longer.expect_long_step):
+        expect()
+        assert longer._limit_s == 2 * SETUP_S
     assert ends == [1, 2, 3, 4]  # the reason is reported first
     assert hangs[0][0] == "no step for 3600 s; restarting"
     reason, where, _, step = hangs[-1]

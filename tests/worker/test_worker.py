@@ -1,8 +1,10 @@
 """What a worker builds before its first step, and on which device."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import ray.exceptions
@@ -12,18 +14,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.ranks import run_ranks
-from tests.worker.fakes import make_job
+from tests.worker.fakes import BATCH, FakeEngine, make_job
 from vit_ray import trust_modules
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.models import build_model
 from vit_ray.worker import worker
 from vit_ray.worker.attempt import smaller_micro_batch, work_per_image
-from vit_ray.worker.entry import GroupBackend
+from vit_ray.worker.entry import GroupBackend, use_own_interface
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.worker import (
     check_same_on_all_ranks,
     choose_micro_batch,
     initial_model,
+    set_up_attempt,
     training_device,
 )
 
@@ -98,6 +102,32 @@ def test_a_host_that_lacks_the_users_module_or_weights_ends_the_run_at_once(tmp_
     assert not caught.value.is_agreed  # others may have it
 
 
+def test_the_stream_starts_again_where_an_older_checkpoint_is_restored(tmp_path, monkeypatch):
+    newest, older = (
+        SimpleNamespace(position=Position(Progress(n), n, n * BATCH, BATCH, {}, {}, ""), sha256="")
+        for n in (3, 2)
+    )
+    started: list[int] = []
+
+    def start(job: Any, world_size: int, streams: Any, samples_seen: int, device: Any) -> Any:
+        started.append(samples_seen)
+        return iter([samples_seen])
+
+    for name, result in {
+        "agreed_checkpoint": newest, "choose_micro_batch": 4, "initial_model": None,
+        "DeepSpeedEngine": FakeEngine(), "restore_newest": older,
+        "gather_by_own_group": lambda part: [part],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(worker, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(worker, "training_batches", start)
+    job, streams = make_job(tmp_path), Any
+    attempt = set_up_attempt(job, RunLink(job.record, 0), streams, torch.device("cpu"))  # type: ignore[arg-type]
+    assert attempt is not None
+    assert started == [3 * BATCH, 2 * BATCH]
+    assert [*attempt.batches] == started[1:]
+    assert attempt.progress.step == 2
+
+
 def check_weights(rank: int, steps: list[int]) -> str:
     try:
         check_same_on_all_ranks(f"weights of step {steps[rank]}", torch.device("cpu"))
@@ -110,6 +140,19 @@ def test_ranks_that_read_weights_of_different_steps_do_not_train():
     assert run_ranks(2, check_weights, [8, 8]) == ["same", "same"]
     for rank, told in enumerate(run_ranks(2, check_weights, [8, 4])):
         assert f"this one: weights of step {8 - 4 * rank}" in told
+
+
+def test_gloo_takes_the_interface_of_the_nodes_address_unless_the_user_has_named_one(monkeypatch):
+    addresses = {"lo": "127.0.0.1", "eth7": "10.0.0.7"}
+    entries = {name: [SimpleNamespace(address=address)] for name, address in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
+    use_own_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine0"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_own_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(monkeypatch):

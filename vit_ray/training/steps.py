@@ -59,14 +59,15 @@ def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) 
         ValueError: the batch does not divide among the workers, or in a fixed group not into passes
             of the recipe's number; with the arithmetic and the nearest valid value.
     """
-    sizes, wanted = pass_sizes(recipe, world_size), recipe.train.micro_batch_size
+    wanted = recipe.train.micro_batch_size
     if wanted != "auto" and isinstance(recipe.workers.num_workers, int):
         accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
-        if wanted not in sizes:
+        if wanted % recipe.train.least_pass:
             raise ValueError(
                 f"train.micro_batch_size={wanted}: mixup and cutmix mix images in pairs; use an "
                 f"even number such as {wanted + 1}"
             )
+    sizes = pass_sizes(recipe, world_size)
     max_size = min(size for size in (sizes[-1], wanted, limit) if isinstance(size, int))
     return max((size for size in sizes if size <= max_size), default=sizes[0])
 

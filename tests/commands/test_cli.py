@@ -109,6 +109,7 @@ def test_keys_are_shown_by_section_and_counted():
     assert int(run_cli("keys", "--count").stdout) <= 195
     assert all(len(key.meaning) >= 8 for key in all_keys())
     assert "study.models" in run_cli("keys", "--of=scaling_study").stdout
+    assert "study" in run_cli("scaling-study", "--help").stdout
 
 
 def test_defaults_are_those_that_a_recipe_gets_in_every_environment(monkeypatch):

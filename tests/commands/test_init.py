@@ -188,6 +188,8 @@ def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here):
     (here / "texts" / "a" / "2.jpg").write_bytes(b"")
     for words, told in [
         (["images"], "'images.yaml' exists already"),
+        (["images", "--weights=b.npz", "--out=b.yaml"], "--weights b.npz: no such file"),
+        (["images", "--out=no/where.yaml"], "there is no folder 'no'"),
         (["images", "--out=two\nlines.yaml"], "not valid YAML"),
         (["nothing"], "no such folder or file; check the path"),
         (["empty"], "has no files of the format 'folder'; expected"),

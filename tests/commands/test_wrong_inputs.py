@@ -132,6 +132,8 @@ MISTAKES = [
     ("quickstart digits init_from=nosuch", "init_from='nosuch': .* does not exist"),
     ("quickstart digits evaluate.few_shot_train=a evaluate.few_shot_test=a", "train='a': .*exist"),
     ("vtab vtab_1k init_from=vit.npz", "'s3://BUCKET/.*' is a placeholder"),
+    ("predict nosuch note.txt", "'nosuch' is not there; give a run, a checkpoint or"),
+    ("predict vit.npz model.depth=1", "no PATH is given"),
     ("predict vit.npz note.txt --out=recipes/a.txt", "--out recipes/a.txt: expected a file that"),
     ("predict vit.npz nosuch", "'nosuch': no such file or folder; check the path"),
     ("predict vit.npz recipes", "'recipes' holds no images among its 1 files"),
@@ -166,7 +168,6 @@ STARTS = [
 ]  # fmt: skip
 DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
 TRANSFERS = [
-    ("predict nosuch note.txt", "'nosuch' is not there; give a run folder"),
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("export digits init_from=vit.npz export.path=./vit.npz", "export.path=.* is init_from itself"),
     (f"inspect_model tiny.yaml {FITS} inspect.images=recipes", "'recipes' holds no readable image"),
@@ -185,7 +186,7 @@ TRANSFERS = [
     (f'{SPACE}{{"model.depth":[2,3]}}', "sweep.space: depth=3: init_from: .*encoderblock_2/"),
     (f'{SPACE}{{"train.global_batch_size":[4,64]}}', "train.global_batch_size=64 is more than"),
     (f"sweep tiny.yaml data.train=sets/scarce {FITS}", "the rarest class, 'cow' with 1"),
-    (f"sweep tiny.yaml sweep.dev_fraction=0.1 {FITS}", "class 'ant'.* use at least 0.25"),
+    (f"sweep tiny.yaml sweep.dev_fraction=0.1 {FITS}", "use from 0.25 to .*'ant' with 4"),
     (f"vtab tiny.yaml vtab.data=nosuch {FITS}", "vtab.data='nosuch': .*a folder with TASK"),
     (f"vtab tiny.yaml sweep=null vtab.sweep_each=true {FITS}", "sweep is not set"),
     (f"{SHOTS} evaluate.few_shot_test=nosuch", "few_shot_test='nosuch': .*does not exist"),
@@ -210,7 +211,7 @@ TRANSFERS = [
     ("ui sqlite:///nosuch.db", "nosuch.db: no such file"),
     ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
-    (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "File exists: .*note.txt"),
+    (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
     (f"inspect_model tiny.yaml {FITS} inspect.path=/proc/x", "No such file .*'/proc/x'"),
 ]
 

@@ -182,12 +182,15 @@ class _Command(click.Command):
 
 
 class _Commands(click.Group):
-    # Listed in the order of a user's work.
+    # Listed in the order of a user's work; dashes in a name count as underscores.
 
     command_class = _Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name.replace("-", "_"))
 
 
 _modules = click.option(

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
+from vit_ray.addresses import with_home
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import completed, load_recipe, parse_yaml
 from vit_ray.data.convert.checks import Estimate, estimate_conversion
@@ -93,6 +94,12 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
         raise ValueError(
             f"{str(file)!r} exists already; run the commands that it lists, move it, or give "
             "`init` another file with --out"
+        )
+    if not file.parent.is_dir():
+        raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
+    if weights not in (None, "none") and "://" not in weights and not with_home(weights).exists():
+        raise ValueError(
+            f"--weights {weights}: no such file; give one of a ViT-B/16, or {_WEIGHTS}"
         )
     source = _examine(images)
     chosen = _advised(images, source) if weights is None else weights

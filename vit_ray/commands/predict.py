@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vit_ray.addresses import redact
+from vit_ray.addresses import redact, with_home
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, is_image_name
 from vit_ray.evaluation.examples import sheet
@@ -61,8 +61,12 @@ def print_predictions(
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
     changes = [word for word in paths if re.match(r"[\w.]+=", word) and not os.path.exists(word)]
+    if "://" not in source and not with_home(source).exists():
+        raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
     files = _checked(outputs)
     images = [_images_at(path) for path in paths if path not in changes]
+    if not images:
+        raise ValueError("no PATH is given; name an image, a folder or a converted data set")
     from vit_ray.launch.trained_model import load  # torch takes seconds
 
     model = load(source, recipe, overrides=changes)

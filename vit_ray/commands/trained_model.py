@@ -195,6 +195,7 @@ def inspect(recipe: Recipe) -> int:
         raise ValueError(
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
+    target.refuse_file_in_its_place("inspect.path")
     # Wrong keys are reported first: Ray, matplotlib and scikit-learn take seconds.
     from vit_ray.commands.train import print_link
     from vit_ray.evaluation.inspection import inspect_model

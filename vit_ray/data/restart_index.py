@@ -60,6 +60,19 @@ class RestartIndex:
         """Rows of segments; each is one row of MCUs."""
         return (len(self.offsets) - 1) // self.columns
 
+    def fits(self, size: tuple[int, int], num_bytes: int) -> bool:
+        """Whether a file of this (height, width) and length can have this index."""
+        return bool(
+            min(self.unit_height, self.unit_width) >= BLOCK
+            and self.columns >= 1
+            and -(-size[1] // self.unit_width) % self.columns == 0
+            and len(self.offsets) == -(-size[0] // self.unit_height) * self.columns + 1
+            and len(START) <= self.front <= self.tables_at <= self.size_at
+            and self.size_at + 4 <= self.offsets[0]
+            and self.offsets[-1] == num_bytes
+            and (self.offsets[:-1] < self.offsets[1:]).all()
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class StoredImage:
@@ -86,18 +99,19 @@ class IndexColumn:
         self._offsets, self._ends = lists.values.to_numpy(), lists.offsets.to_pylist()
         self._is_indexed = column.is_valid().to_pylist()
 
-    def of(self, row: int, num_bytes: int) -> RestartIndex | None:
+    def of(self, row: int, size: tuple[int, int], num_bytes: int) -> RestartIndex | None:
         """The index of an image; None if it has none.
 
         Raises:
-            ValueError: the index does not end where the file of `num_bytes` ends.
+            ValueError: the index cannot belong to a file of this (height, width) and length.
         """
         if not self._is_indexed[row]:
             return None
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        if offsets[-1] != num_bytes:
+        index = RestartIndex(*self._numbers[row], offsets)
+        if not index.fits(size, num_bytes):
             raise ValueError("its restart index is not that of its bytes")
-        return RestartIndex(*(*self._numbers[row], offsets))
+        return index
 
 
 @dataclass(frozen=True, eq=False)

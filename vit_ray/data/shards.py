@@ -100,8 +100,9 @@ class EncodedRows:
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with its size and restart index; errors as `image`."""
         image = self._image(row)
-        index = None if self._indices is None else self._indices.of(row, len(image))
-        return StoredImage(image, self.size(row), index)
+        size = self.size(row)
+        index = None if self._indices is None else self._indices.of(row, size, len(image))
+        return StoredImage(image, size, index)
 
     def size(self, row: int) -> tuple[int, int]:
         """Height and width of one row."""

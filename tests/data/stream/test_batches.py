@@ -1,6 +1,7 @@
 """What one reading task makes, without Ray: with restart indices or without, of rows gone bad."""
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,22 +100,33 @@ def test_batches_have_the_crops_of_their_samples_with_indices_and_without(sets, 
         assert check_file(0, manifest, decode_fraction=1.0).problems == []
 
 
-def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Manifest:
-    """A data set whose indices have other offsets than the files."""
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "unit_height": lambda height: 2 * height,
+    "unit_width": lambda _: 0,
+    "columns": lambda _: 0,
+    "front": lambda _: 1 << 20,
+    "size_at": lambda at: at + 1000,
+    "offsets": lambda offsets: offsets + 1,
+}
+
+
+def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> Manifest:
+    """A data set in whose indices a number is not that of the files."""
 
     def wrong(image: bytes, writer: Libjpeg) -> StoredImage | None:
         found = with_restart_markers(image, writer)
         if found is None:
             return None
-        return replace(found, index=replace(found.index, offsets=found.index.offsets + 1))
+        value = WRONG[name](getattr(found.index, name))
+        return replace(found, index=replace(found.index, **{name: value}))
 
     monkeypatch.setattr(checks, "with_restart_markers", wrong)
     return converted(folder, index_jpeg=True)
 
 
-def test_an_index_of_another_file_costs_its_image_alone(monkeypatch, tmp_path):
-    """Of one that does not end where the file ends."""
-    manifest = with_wrong_indices(monkeypatch, tmp_path)
+@pytest.mark.parametrize("name", WRONG)
+def test_an_index_that_is_not_of_its_file_costs_its_image_alone(monkeypatch, tmp_path, name):
+    manifest = with_wrong_indices(monkeypatch, tmp_path, name)
     batch, bad = read(manifest, Augmentation(size=64), is_training=False)
     assert len(bad) >= 4
     assert all("its restart index" in why for why in bad.values())

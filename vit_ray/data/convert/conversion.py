@@ -30,6 +30,7 @@ from vit_ray.data.convert.index import (
     build_index,
     read_facts,
     read_index,
+    taken,
     versions_of,
     without_repeats,
     write_facts,
@@ -41,7 +42,7 @@ from vit_ray.data.convert.labels import (
     checked_names,
     classes_of,
 )
-from vit_ray.data.convert.rows import FOLDERS, table_rows
+from vit_ray.data.convert.rows import FOLDERS, LISTS, table_rows
 from vit_ray.data.convert.shards import (
     SHUFFLE,
     ConvertReport,
@@ -64,6 +65,9 @@ from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
+# Formats in which several rows may have the same key. Files of two folders are none, even if the
+# folders differ only in the Unicode form of their names.
+_MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
 _MAY_CHANGE: Final = {"destination", "max_rejected_fraction"}
 # Settings of a conversion that are no keys of `convert`.
@@ -232,8 +236,9 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
         folders = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
         plan.no_classes.extend(sorted({*map(checked_label, folders)} - label_of.keys()))
         if not config.in_place:
-            unique = without_repeats(rows)
-            with_retries(lambda: write_lists(plan, unique, staging), "writing the shard lists")
+            if units[0].format in _MAY_REPEAT:
+                rows = without_repeats(rows)
+            with_retries(lambda: write_lists(plan, rows, staging), "writing the shard lists")
     write_facts(folder.child(SOURCE_FILE), asdict(plan))
     return plan
 
@@ -243,6 +248,6 @@ def _num_shards(facts: SourceFacts, rows: pa.Table, seed: int, config: ConvertCo
     if config.shrink_to is not None or not facts.bytes:  # lists do not give the sizes of files
         order = KeyedPermutation(facts.rows, SHUFFLE, seed)
         sample = np.sort(order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64)))
-        sizes, *_ = sampled(table_rows(rows.take(pa.array(sample))), config)
+        sizes, *_ = sampled(table_rows(taken(rows.to_batches(), sample)), config)
         image_bytes = sum(sizes) / len(sample) * facts.rows
     return shards_for(image_bytes, facts.rows, config)

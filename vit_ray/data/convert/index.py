@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.archives import names_beside
@@ -224,6 +225,22 @@ def read_index(
         text = f"{os.strerror(error.errno)}; set TMPDIR to a larger disk"
         raise OSError(error.errno, text, path) from error
     return pa.ipc.open_file(pa.memory_map(path)).read_all(), facts
+
+
+def taken(batches: list[pa.RecordBatch], numbers: NDArray[np.int64]) -> pa.Table:
+    """The rows of a source with these numbers, in this order.
+
+    `Table.take` would copy the lists of all rows into memory first.
+    """
+    starts = np.cumsum([0, *map(len, batches)])
+    order = np.argsort(numbers)
+    cuts = np.searchsorted(numbers[order], starts)
+    parts = [
+        batches[i].take(pa.array(numbers[order[cuts[i] : cuts[i + 1]]] - starts[i]))
+        for i in np.flatnonzero(np.diff(cuts)).tolist()
+    ]
+    table = pa.Table.from_batches(parts, ROW_SCHEMA).combine_chunks()
+    return table.take(pa.array(np.argsort(order)))
 
 
 def without_repeats(rows: pa.Table) -> pa.Table:

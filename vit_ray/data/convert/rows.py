@@ -70,7 +70,7 @@ class SourceChangedError(ValueError):
     def __init__(self, path: str) -> None:
         super().__init__(
             f"{path} has changed since this conversion indexed it; run the same command again, "
-            "which indexes changed files again"
+            "which indexes the source again"
         )
 
 

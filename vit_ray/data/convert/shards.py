@@ -25,6 +25,7 @@ from vit_ray.data.convert.index import (
     parquet_output,
     read_facts,
     read_groups,
+    taken,
     write_facts,
 )
 from vit_ray.data.convert.rows import (
@@ -96,10 +97,11 @@ def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
     # A row group is never divided between shards.
     groups = -(-plan.num_images // rows)
     firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
+    batches = source_rows.to_batches()
     for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
         numbers = order.ranks(np.arange(first, end, dtype=np.int64))
         with parquet_output(staging.child(_LIST.format(shard)), ROW_SCHEMA) as writer:
-            writer.write_table(source_rows.take(pa.array(numbers)))
+            writer.write_table(taken(batches, numbers))
 
 
 @dataclass

@@ -48,7 +48,7 @@ _CLASS: Final = r"n[0-9]{8}"
 _BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
 # Arrow's types of labels, and of images; a column without an embedded image has the type null.
 _LABEL_TYPE: Final = re.compile(
-    r"(\w*list<\w+: )?(dictionary<values=)?(u?int\d+|(large_)?string(_view)?)\b"
+    r"(\w*list(_view)?<\w+: )?(dictionary<values=)?(u?int\d+|(large_)?string(_view)?)\b"
 )
 _IMAGE_TYPE: Final = re.compile(r"(dictionary<values=)?((large_|fixed_size_)?binary|null)")
 # As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
@@ -111,10 +111,10 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
 
 
 def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, at: int) -> Row:
-    """A row of a batch: its image, if it was read, labels (names for a `ClassLabel`) and columns.
+    """A row of a batch with its image, if it was read; its labels may be the row's problem.
 
     Raises:
-        ValueError: the image is not embedded, or the labels are invalid.
+        ValueError: the image is not embedded.
     """
     if columns.image in batch.schema.names:
         value = batch.column(columns.image)[at].as_py()
@@ -128,6 +128,15 @@ def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, 
         if not stored["bytes"]:
             raise ValueError("its image has no bytes")
         row = replace(row, image=stored["bytes"], length=len(stored["bytes"]))
+    return row_or_problem(row, _with_labels, unit, columns, batch, at)
+
+
+def _with_labels(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, at: int) -> Row:
+    """The row with its labels (names for a `ClassLabel`) and columns.
+
+    Raises:
+        ValueError: they are invalid.
+    """
     labels, kind = labels_of_value(batch.column(columns.label)[at].as_py())
     if (names := columns.class_names) is not None and kind == "index":
         indices = [int(text) for text in labels]

@@ -119,6 +119,8 @@ def shown_progress(
         images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
         done = images if shown.num_images is not None else num_ended()
         words = [f"{done:,} of {total:,} {'parts' if shown.num_images is None else 'images'}"]
+        if shown.num_images is None and images:
+            words.append(f"{images:,} images")
         if shown.noted:
             words.append(f"{noted:,} {shown.noted}")
         display.show(done, words)

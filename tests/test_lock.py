@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -111,6 +112,12 @@ def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(fo
         assert [info.base_name for info in folder.list_files()] == ["lock-00000002.json"]
     with hold_lock(folder, pytest.fail) as number:
         assert number == 3  # no number is used twice
+
+
+def test_a_process_with_the_number_of_a_dead_holder_is_not_the_holder(folder):
+    elsewhere(folder, 1, host=platform.node(), process=os.getppid(), started="earlier")
+    with hold_lock(folder, pytest.fail) as number:
+        assert number == 2
 
 
 def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder, monkeypatch, caplog):

@@ -71,7 +71,8 @@ def prepare(images: Path) -> None:
             classes = convert_of(recipe).source.rpartition("/train")[2]
             changes = {"source": f"{folder}/{split}{classes}", "destination": destination}
             report = convert(convert_of(recipe).model_copy(update=changes), recipe.seed)
-            print(f"{destination}: {report.num_images} images of {report.num_classes} classes")
+            num_classes = len(report.label_histogram)
+            print(f"{destination}: {report.num_images} images of {num_classes} classes")
 
 
 def run(overrides: list[str]) -> str:

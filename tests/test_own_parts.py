@@ -75,7 +75,7 @@ def own_model(name: str, **options: Any) -> dict[str, Any]:
         ({"optim": {"name": "tests.parts.RowNorm"}}, "does not treat each element alike"),
         ({"optim": {"name": "tests.parts.Anchored"}}, r"state \(first\) .* start with zeros"),
         ({"optim": {"name": "tests.parts.Noted"}}, r"state \(rows\) of tensors"),
-        ({"train": {"callbacks": ["tests.parts.missing"]}}, "train.callbacks=tests.parts.missing"),
+        ({"train": {"callbacks": ["tests.parts.missing"]}}, "callbacks=.* is not there; give a"),
         ({"evaluate": {"metrics": ["a.top1"]}}, "eval/top1"),
         ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "eval/f1"),
         ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing"),

@@ -93,6 +93,8 @@ def own_part(name: str, key: str, options: Mapping[str, Any] = _NO_OPTIONS) -> P
         similar = difflib.get_close_matches(attribute, vars(module), n=3)
         hint = f"did you mean {', '.join(similar)}?" if similar else "give a function or class"
         what = f"is a {type(part).__name__}, which cannot be called"
+        if not hasattr(module, attribute):
+            what = "is not there"
         raise ValueError(f"{where}: {attribute} in {module.__file__} {what}; {hint}")
     parameters = PARAMETERS[key]
     try:

@@ -95,6 +95,21 @@ def test_a_folder_is_deleted_and_no_other_whose_name_it_would_match(bucket):
     assert [bucket.child(folder).child("ab").read() for folder in others] == [b"other"] * 2
 
 
+def test_a_folder_in_which_another_process_deletes_files_is_deleted_too(monkeypatch):
+    folder = Location("memory", "/runs/a")
+    for number in range(100):
+        folder.child(str(number)).write(b"1")
+    delete = folder.filesystem.rm_file
+
+    def delete_late(path: str) -> None:
+        delete(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(folder.filesystem, "rm_file", delete_late)
+    folder.delete()
+    assert folder.list_files() == []
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [

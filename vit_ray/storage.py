@@ -535,13 +535,17 @@ class Location:
             if not self.is_local:
                 # A request for each: s3fs takes the names in a list as patterns, and hides which of
                 # them a store refuses to delete.
-                paths = [*(info.path for info in self.list_files()), self.path]
                 with ThreadPoolExecutor(_THREADS) as pool:
-                    list(pool.map(self.filesystem.rm_file, paths))
+                    list(pool.map(self._delete_object, [i.path for i in self.list_files()]))
+                self.filesystem.rm_file(self.path)
             elif os.path.isdir(self.path):
                 shutil.rmtree(self.path)
             else:
                 os.unlink(self.path)
+
+    def _delete_object(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm_file(path)
 
 
 def _multipart_etag(upload: Any) -> str:

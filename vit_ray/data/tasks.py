@@ -263,7 +263,7 @@ def run_tasks(
         except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
             raise OSError(
                 f"a task died {_RETRIES + 1} times: {str(error).splitlines()[0]}; run the same "
-                "command again, which keeps what is done"
+                "command again; finished shards are kept"
             ) from error
         finally:
             for reference in pending:

@@ -1,6 +1,7 @@
 """Commands for MLflow's store: report, web pages, and replay of a run's log."""
 
 import os
+import re
 import socket
 import sys
 from contextlib import suppress
@@ -152,7 +153,8 @@ def run_replay(log: Path, uri: str) -> int:
     Raises:
         ValueError: there is no such log, or the address cannot be replayed to.
     """
-    if "://" not in uri and uri not in ("databricks", "uc"):
+    is_address = "://" in uri or uri in ("databricks", "uc")
+    if not is_address or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # memory: lost at the end
         raise ValueError(
             f"URI {uri!r} is not an address; give sqlite:///mlflow.db or http://HOST:PORT"
         )

@@ -342,7 +342,7 @@ def _stored(method: Method) -> Method:
     @functools.wraps(method)
     def wrapper(location: "Location", *args: Any, **kwargs: Any) -> Any:
         if location.is_local:
-            what = f"{method.__name__} of {location.path}"
+            what = f"{method.__name__.lstrip('_')} of {location.path}"
             return with_retries(lambda: method(location, *args, **kwargs), what)
         with naming(location.uri):
             return method(location, *args, **kwargs)

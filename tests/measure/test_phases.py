@@ -83,3 +83,5 @@ def test_figures_and_their_line():
     assert metrics["run/wall_s"] == 3721.0
     assert metrics["run/goodput"] == pytest.approx(3690 / 3721)
     assert describe_phases(metrics) == "goodput 99.2% of 1:02:01: training 99.2%, starting 0.8%"
+    short = phase_metrics({Phase.TRAINING: 0.7, Phase.STARTING: 0.7})
+    assert describe_phases(short) == "goodput 50.0% of 0:00:01: training 50.0%, starting 50.0%"

@@ -91,12 +91,12 @@ def phase_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def describe_phases(metrics: Mapping[str, float]) -> str:
     """`phase_metrics`, or their sums over runs, as one line; empty without them."""
-    wall_s = round(metrics.get(RUN_WALL_S, 0.0))
-    if not wall_s:
+    wall_s = metrics.get(RUN_WALL_S, 0.0)
+    if not (seconds := round(wall_s)):
         return ""
     shares = {phase: metrics.get(f"{RUN_GROUP}{phase}_s", 0.0) / wall_s for phase in Phase}
     parts = ", ".join(
         f"{phase.replace('_', ' ')} {share:.1%}" for phase, share in shares.items() if share >= 5e-4
     )
-    clock = f"{wall_s // 3600}:{wall_s // 60 % 60:02d}:{wall_s % 60:02d}"
+    clock = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
     return f"goodput {shares[Phase.TRAINING]:.1%} of {clock}: {parts}"

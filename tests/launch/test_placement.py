@@ -40,20 +40,20 @@ class Cluster:
         self.num_open += 1
         self.asked.append((len(bundles), bundle_label_selector and bundle_label_selector[0]))
         need = sum(bundle["CPU"] for bundle in bundles)
-        return Group(self, need)
+        nodes = self.nodes(bundle_label_selector and bundle_label_selector[0])
+        return Group(self, need, sum(node["Resources"]["CPU"] for node in nodes))
 
     def _give_up(self, group: Any) -> None:
         self.num_open -= 1
 
 
 class Group:
-    def __init__(self, cluster: Cluster, need: float) -> None:
-        self._cluster, self._need = cluster, need
+    def __init__(self, cluster: Cluster, need: float, cpus: float) -> None:
+        self._cluster, self._need, self._cpus = cluster, need, cpus
 
     def wait(self, timeout_s: float) -> bool:
-        free = sum(self._cluster.cpus.values()) - self._cluster.held
         self._cluster.now_s += timeout_s
-        return self._need <= free
+        return self._need <= self._cpus - self._cluster.held
 
 
 def finder(
@@ -127,3 +127,7 @@ def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster):
     assert [kind for kind, *_ in run.events] == [EventKind.NODE_LEFT_OUT]
     # Where no other nodes have room for it, a group with the bad one is better than none.
     assert finder(cluster, run, failing, num_workers=8).found().labels == {}
+    cluster.held = 4.0  # nor where others keep what they have
+    place = wants.found()
+    assert place.labels == {"pool": "a"}
+    assert place.waited_s > 60

@@ -30,6 +30,8 @@ LOOK_S: Final = 1.0
 # The same before a run starts, on a busy machine; then a smaller group is tried.
 _PATIENCE_S: Final = 5.0
 _REPORT_EVERY_S: Final = 10.0
+# How long a group waits for other nodes than those that have failed, which may be repaired by then
+_OTHERS_S: Final = 60.0
 
 
 class NoPlaceError(Exception):
@@ -96,7 +98,7 @@ class PlaceFinder:
                 began_s, "the group had a place, which was lost before its workers started"
             )
         while True:
-            labels = self._labels()
+            labels = self._labels(self._clock() - began_s)
             # On a cluster without nodes: its autoscaler may have room only for the smaller groups.
             for size in self._fitting(labels) or self.sizes[::-1]:
                 if self._has_place(size, labels):
@@ -159,14 +161,15 @@ class PlaceFinder:
             max_workers -= math.ceil(reading_cpus / cpus_per_worker)
         return [size for size in sizes if size <= max_workers]
 
-    def _labels(self) -> dict[str, str]:
-        """Selects the next group's nodes: without failing nodes, if the others have room."""
+    def _labels(self, waited_s: float) -> dict[str, str]:
+        """Selects the next group's nodes: without failing ones, if the others have room in time."""
         labels = dict(self._job.recipe.workers.label_selector)
         excluded = self._failing.among(live_nodes(labels))
         if not excluded:
             return labels
         without = {**labels, "ray.io/node-id": f"!in({','.join(sorted(excluded))})"}
-        if sum(self._by_node(without).values()) < self.sizes[0]:
+        have_room = sum(self._by_node(without).values()) >= self.sizes[0]
+        if waited_s > _OTHERS_S or not have_room:
             return labels
         if new := excluded.keys() - self._reported:
             self._reported |= new

@@ -103,7 +103,12 @@ def test_rows_of_one_label_add_seeds_to_some_of_its_lengths():
     assert names == ["grid-a-data1-epochs1-seed0", "grid-a-data1-epochs1"]
 
 
-def test_two_cells_of_one_name_are_refused():
+def test_two_cells_of_one_name_or_of_one_training_are_refused():
+    # Or the page would take them for two seeds of one group.
+    text = refusal(row("one"), changed("two", **{"optim.weight_decay": 0.0}))  # the default
+    assert "'grid-one-data1-epochs1' and 'grid-two-data1-epochs1' would train the same" in text
+    for key, value in (("optim.weight_decay", 0.1), ("data.train", "/other")):
+        assert len(cells(row("one"), changed("two", **{key: value}))) == 2
     assert "two cells have the name" in refusal(row("a"), row("a", seeds=[0, 1]))
     assert "fractions and lengths that differ more" in refusal(row("a"), epochs=[1.0, 1.0000001])
     assert "lengths are given in epochs and in steps" in refusal(row("a"), epochs=[1.0], steps=[10])

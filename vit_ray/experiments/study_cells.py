@@ -119,7 +119,8 @@ def study_cells(recipe: Recipe) -> list[Cell]:
 
     Raises:
         ValueError: the recipe has no study; a row has an unknown key, a key that rows cannot
-            change, an impossible value or an unknown model; or two cells have the same name.
+            change, an impossible value or an unknown model; or two cells have one name or train
+            the same.
     """
     study, cells = study_of(recipe), list[Cell]()
     for index, row in enumerate(study.models):
@@ -183,6 +184,14 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
             f"study: two cells have the name {twice[0]!r}; give each of study.models its own "
             "label, and list fractions and lengths that differ more"
         )
+    by_params: dict[str, Cell] = {}
+    for cell in cells:
+        other = by_params.setdefault(json.dumps(_deciding_params(cell.recipe)), cell)
+        if other is not cell:
+            raise ValueError(
+                f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
+                f"{other.name!r} and {cell.name!r} would train the same; change or remove one"
+            )
     for cell in cells if study.branch else ():
         schedule = cell.recipe.optim.schedule
         if schedule != "cooldown":
@@ -232,13 +241,17 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     }
     recipe = with_point(base, point, where, **changes)
     check_in_turn(recipe, where)
-    # What decides the weights and the evaluation, which is the same on any number of workers.
-    flat = recipe.flat()
-    params = trained_params(recipe) | {key: flat[key] for key in TAGGED}
-    for key in {*SIZES, *unused_keys(flat)}:
-        params.pop(key, None)
+    # The same on any number of workers.
+    params = {key: value for key, value in _deciding_params(recipe).items() if key not in SIZES}
     digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
     return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}")).with_absolute_paths()
+
+
+def _deciding_params(recipe: Recipe) -> dict[str, str]:
+    """The keys that decide the weights of a training and the results of its evaluation."""
+    flat = recipe.flat()
+    unused = unused_keys(flat)
+    return trained_params(recipe) | {key: flat[key] for key in TAGGED if key not in unused}
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:

@@ -39,6 +39,7 @@ from vit_ray.experiments.sweep import (
     tune_trials,
 )
 from vit_ray.experiments.trials import Outcome, num_fitting
+from vit_ray.launch.cluster_checks import paths_of
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
@@ -136,6 +137,14 @@ def plan_of(folder: Path, rates: tuple[float, ...] = (0.1, 0.2), **changes: Any)
     )  # fmt: skip
     points = points_of(recipe, recipe.sweep)
     return SweepPlan(recipe, resolved_run(), points, ("train", "dev"), [16] * len(points))
+
+
+def test_the_nodes_are_checked_for_what_the_retraining_reads(monkeypatch, tmp_path):
+    monkeypatch.setattr(sweep, "open_parent", lambda *arguments, **_: arguments[-1])
+    plan = plan_of(tmp_path)
+    *trials, retraining = sweep.open_sweep(plan)
+    assert trials == plan.trials
+    assert Path(dict(paths_of(retraining))["data.eval"]).name == "y"
 
 
 @pytest.fixture(autouse=True)

@@ -231,8 +231,10 @@ def open_sweep(
         tags: of the sweep's run.
     """
     total_steps = sum(plan.steps) + len(plan.seeds) * plan.resolved.total_steps
+    # The retraining reads the whole training set and the test set.
+    trainings = [*plan.trials, final_recipe(plan.recipe, plan.points[0], plan.recipe.seed)]
     return open_parent(
-        plan.recipe, "sweep", plan.resolved, total_steps, plan.trials, under=under, tags=tags,
+        plan.recipe, "sweep", plan.resolved, total_steps, trainings, under=under, tags=tags,
         varied=[*plan.points[0]],
     )  # fmt: skip
 

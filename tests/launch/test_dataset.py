@@ -116,6 +116,8 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
 @pytest.mark.parametrize(("options", "told"), [
     ({"agment": {}}, r"unknown key data.agment; did you mean data.augment"),
     ({"start": 3}, r"start=3; .* a multiple of global_batch_size"),
+    ({"train": "other"}, "train is this data set"),
+    ({"eval": "other"}, "eval is this data set"),
     ({"world_size": 3}, r"a divisor of train.global_batch_size=8"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(many, options, told):

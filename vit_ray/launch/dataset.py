@@ -128,6 +128,8 @@ class Dataset(Sequence[Sample]):
                 f"global_batch_size={global_batch_size}, epochs={epochs}, start={start}; the first "
                 "two must be above 0, and start a multiple of global_batch_size"
             )
+        if taken := {"train", "eval"} & data.keys():
+            raise ValueError(f"{min(taken)} is this data set; open another one to read that")
         path, is_whole = self.manifest.path, not data.get("held_out_fraction")
         trust_named(data)
         tree = {

@@ -285,6 +285,13 @@ def test_a_copied_project_is_opened_on_its_own_data(sets, tmp_path):
     assert found.recipe.output == str(second / "runs")
 
 
+def test_a_run_without_a_checkpoint_is_not_taken_for_a_recipe(tmp_path):
+    with lock_run(locate(str(tmp_path / "runs" / "a"))):
+        pass
+    with pytest.raises(ValueError, match=r"/runs/a has no complete checkpoint; give the run's re"):
+        find_run(str(tmp_path / "runs" / "a"))
+
+
 HOLD = """
 import sys
 from vit_ray import lock

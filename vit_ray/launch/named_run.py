@@ -64,7 +64,9 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
             recorded["name"] = name
         recipe = recipe_from_dict(changed(recorded, overrides), f"the recipe of {source}")
     else:
-        if not is_file and list_checkpoints(folder):  # also where a recipe has the folder's name
+        files = [] if is_file else folder.list_files(recursive=False)
+        has_begun = any(is_lock_file(file.base_name) for file in files)
+        if has_begun or list_checkpoints(folder):  # also where a recipe has the folder's name
             raise ValueError(
                 f"{source} has no complete checkpoint; give the run's recipe, or wait for its "
                 "first checkpoint"

@@ -1,5 +1,6 @@
 """Which Ray a driver joins, or starts for itself alone."""
 
+import importlib
 import math
 import os
 import platform
@@ -11,8 +12,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +42,25 @@ def test_an_address_at_which_no_ray_answers_is_an_error_that_names_it(monkeypatc
             address = f"127.0.0.1:{held.getsockname()[1]}"
             with pytest.raises(ValueError, match=f"RAY_ADDRESS={address}: no Ray answers there"):
                 check_address(address)
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED"])
+def test_a_cluster_that_does_not_answer_in_time_is_reported_as_such(code):
+    """As a head does whose services are down, or that is too busy."""
+    grpc: Any = importlib.import_module("grpc")
+
+    def refuse(_: bytes, context: Any) -> None:
+        context.abort(grpc.StatusCode[code], "")
+
+    answers = SimpleNamespace(service=lambda _: grpc.unary_unary_rpc_method_handler(refuse))
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(answers,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with pytest.raises(ValueError, match=f"no Ray answers there .{code.lower()}.; start the"):
+            check_address(f"127.0.0.1:{port}")
+    finally:
+        server.stop(None)
 
 
 @pytest.fixture

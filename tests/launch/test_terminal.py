@@ -63,7 +63,7 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
     record = SimpleNamespace(status=lambda limit_s: status)
     with terminal.shown_progress(record, "run", 1000):
         looks[0](False)
-        for step, seconds in ((120, 10.0), (150, 15.0)):
+        for step, seconds in ((120, 10.0), (150, 15.0), (150, 65.0)):
             status.step, now_s[0] = step, now_s[0] + seconds
             status.metrics["train/loss"] = 2.5
             looks[0](False)
@@ -73,6 +73,7 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
         "run: step 100/1000, ETA --:--",
         "run: step 120/1000, loss 2.500, ETA 0:07:20",  # 0.5 s a step
         "run: step 150/1000, loss 2.500, ETA 0:07:05",
+        "run: step 150/1000, loss 2.500, ETA 0:07:05",  # while it hangs, too
     ]
 
 

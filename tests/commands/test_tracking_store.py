@@ -133,6 +133,8 @@ def test_files_of_another_store_are_not_a_stores_own(tmp_path):
     files = f"file://{tmp_path.resolve()}/own/mlruns/e/r"
     for store, is_own in (("own", True), ("moved", True), ("copy", False)):
         assert are_own_files(f"sqlite:///{tmp_path}/{store}/mlflow.db", files) is is_own, store
+    beside_link = files.replace("/own/", "/moved/")
+    assert are_own_files(f"sqlite:///{tmp_path}/moved/mlflow.db", beside_link)
     assert are_own_files("http://127.0.0.1:5000", "s3://bucket/mlruns/e/r")
 
 

@@ -85,8 +85,9 @@ def are_own_files(uri: str, artifact_uri: str) -> bool:
     store, folder = sqlite_file(uri), local_folder(artifact_uri)
     if store is None or folder is None:
         return store is None
-    root = store.resolve().parent / "mlruns"
-    return any(path.is_relative_to(root) for path in (folder.absolute(), folder.resolve()))
+    roots = [path.parent / "mlruns" for path in (store.absolute(), store.resolve())]
+    paths = folder.absolute(), folder.resolve()
+    return any(path.is_relative_to(root) for path in paths for root in roots)
 
 
 def report_page(recipe: Recipe) -> int:

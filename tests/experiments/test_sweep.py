@@ -142,7 +142,8 @@ def plan_of(folder: Path, rates: tuple[float, ...] = (0.1, 0.2), **changes: Any)
 def test_the_nodes_are_checked_for_what_the_retraining_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "open_parent", lambda *arguments, **_: arguments[-1])
     plan = plan_of(tmp_path)
-    *trials, retraining = sweep.open_sweep(plan)
+    trainings: Any = sweep.open_sweep(plan)
+    *trials, retraining = trainings
     assert trials == plan.trials
     assert Path(dict(paths_of(retraining))["data.eval"]).name == "y"
 

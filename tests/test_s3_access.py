@@ -183,12 +183,16 @@ def test_an_upload_whose_last_answer_is_lost_is_complete(configure, public):
 def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(reached, monkeypatch):
     monkeypatch.setitem(storage._FIRST_CONFIG, "read_timeout", 0.5)
     reached.faults.set("hang", 1000)
-    with pytest.raises(OSError, match=r"^s3://bucket: Read timeout .*check AWS_ENDPOINT_URL"):
+    with pytest.raises(
+        storage.UnavailableError, match=r"^s3://bucket: Read timeout .*check AWS_ENDPOINT_URL"
+    ):
         check_reachable(locate("s3://bucket/run"))
     monkeypatch.setattr(storage, "_REQUEST_LIMIT_S", 2.0)
     for read in (Location.read, Location.list_files, lambda place: place.open().read(3)):
         reached.faults.set("hang", 1000)
-        with pytest.raises(OSError, match=r"s3://bucket/file: .*check AWS_ENDPOINT_URL"):
+        with pytest.raises(
+            storage.UnavailableError, match=r"s3://bucket/file: .*check AWS_ENDPOINT_URL"
+        ):
             read(locate("s3://bucket/file"))
         assert len(reached.faults.requests) == 1  # all attempts of one request have the limit
 

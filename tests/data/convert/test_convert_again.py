@@ -69,6 +69,21 @@ def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
     assert stored_rows(target) == stored_rows(tmp_path / "undisturbed")
 
 
+def test_the_files_of_an_index_that_was_interrupted_are_deleted(serial, tmp_path, monkeypatch):
+    source, target = tmp_path / "source", tmp_path / "set"
+    expected = write_source(source)
+    with stopped_at(monkeypatch, "build_index", is_done=True):
+        convert(source, target, **SMALL)
+    left = {*target.glob("_staging/index-*")}
+    with stopped_at(monkeypatch, "make_shards", is_done=False):
+        convert(source, target, **SMALL)
+    assert left
+    assert not left & {*target.glob("_staging/index-*")}
+    convert(source, target, **SMALL)
+    assert labels_of(target) == expected
+    assert not (target / "_staging").exists()
+
+
 @pytest.mark.parametrize("name", ["source", "a.tar"])
 def test_a_source_that_changes_while_it_is_converted_is_an_error(
     serial, tmp_path, monkeypatch, name

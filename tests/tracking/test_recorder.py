@@ -36,6 +36,7 @@ from vit_ray.launch.run_record import (
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.report.page import write_report
+from vit_ray.report.runs import load_runs
 from vit_ray.tracking import metrics_log, mlflow_run, run_state, tracker
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 from vit_ray.tracking.mlflow_client import SystemMetricsMonitor, experiment_id, open_client
@@ -404,6 +405,18 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, 
     assert [p.step for p in history] == sorted({p.step for p in history})
     used = psutil.virtual_memory().used / 1e6
     assert 0.3 * used < history[-1].value < 3 * used  # others use this machine, too
+
+
+def test_images_that_are_held_out_of_a_data_set_are_counted_apart(config, log_path):
+    manifest = SimpleNamespace(path="data/train", fingerprint="f" * 64, num_classes=2, about={})
+    streams = {
+        use: SimpleNamespace(manifest=manifest, num_images=count)
+        for use, count in (("train", 22), ("eval", 2))
+    }
+    plan: Any = SimpleNamespace(manifest=manifest, streams=streams)
+    opening = RunOpening(config, "run", log_path, datasets=data_inputs(plan))
+    assert recorded_here(opening).finish("FINISHED") == ""
+    assert load_runs(config.uri, "trials")["num_dev"].tolist() == [2]
 
 
 SECRET = "hunter2"

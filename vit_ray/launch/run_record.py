@@ -308,22 +308,24 @@ def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
-    """The data sets of a run for MLflow: name, fingerprint, path, counts, terms, use."""
-    return [
-        {
-            "name": PurePosixPath(redact(spec.manifest.path)).name,
-            "digest": spec.manifest.fingerprint[:32],
-            "source": redact(spec.manifest.path),
-            "context": _CONTEXTS[name],
-            "profile": {
-                "num_images": spec.num_images,
-                "num_images_of_the_whole": spec.manifest.num_images,
-                "num_classes": spec.manifest.num_classes,
-                **redacted(spec.manifest.about),
-            },
-        }
-        for name, spec in resolved.streams.items()
-    ]
+    """The data sets of a run for MLflow: name, fingerprint, path, counts, terms, use.
+
+    MLflow keeps one input of a name and fingerprint: what is held out of a set has its own name.
+    """
+    inputs = []
+    for use, spec in resolved.streams.items():
+        manifest, context = spec.manifest, _CONTEXTS[use]
+        path = redact(manifest.path)
+        is_part = use != "train" and manifest.fingerprint == resolved.manifest.fingerprint
+        counts = {"num_images": spec.num_images, "num_classes": manifest.num_classes}
+        inputs.append({
+            "name": PurePosixPath(path).name + (f" ({context})" if is_part else ""),
+            "digest": manifest.fingerprint[:32],
+            "source": path,
+            "context": context,
+            "profile": {**counts, **redacted(manifest.about)},
+        })  # fmt: skip
+    return inputs
 
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:

@@ -126,7 +126,7 @@ def _has_nodes(count: int, name: str, own: Environment) -> bool:
     """Whether so many live, as a process on the host sees it."""
     script = "import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))"
     command = ["ip", "netns", "exec", name, sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=180)
     return done.stdout.strip() == str(count)
 
 

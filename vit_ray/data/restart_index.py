@@ -108,7 +108,8 @@ class IndexColumn:
         if not self._is_indexed[row]:
             return None
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        index = RestartIndex(*self._numbers[row], offsets=offsets)
+        front, tables_at, size_at, height, width, columns = self._numbers[row]
+        index = RestartIndex(front, tables_at, size_at, height, width, columns, offsets)
         if not index.fits(size, num_bytes):
             raise ValueError("its restart index is not that of its bytes")
         return index

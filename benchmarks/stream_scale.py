@@ -75,9 +75,8 @@ class EmptyReader:
     def __init__(self, job: Any) -> None:
         from vit_ray.data.order import Order
 
-        spec = job.spec
         self._job = job
-        self.order = Order(spec.manifest.rows, spec.seed, True, job.window)
+        self.order = Order(job.spec.manifest.rows, job.spec.seed, True, job.window)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Any, dict[int, str]]:
         """As `BatchReader.batch`."""

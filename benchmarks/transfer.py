@@ -71,8 +71,7 @@ def prepare(images: Path) -> None:
             classes = convert_of(recipe).source.rpartition("/train")[2]
             changes = {"source": f"{folder}/{split}{classes}", "destination": destination}
             report = convert(convert_of(recipe).model_copy(update=changes), recipe.seed)
-            num_classes = len(report.label_histogram)
-            print(f"{destination}: {report.num_images} images of {num_classes} classes")
+            print(f"{destination}: {report.num_images} of {len(report.label_histogram)} classes")
 
 
 def run(overrides: list[str]) -> str:

@@ -79,7 +79,7 @@ def test_private_modules_of_ray_and_all_of_deepspeed_come_by_one_door_and_ray_by
             assert not [n for n in imported(path) if n.startswith("ray.") and "._" in n], path
         if path.name != "deepspeed_internals.py":
             assert not [n for n in imported(path) if n.split(".")[0] == "deepspeed"], path
-        if path.parent.name == "worker" and path.stem not in ("entry", "job", "run_link", "worker"):
+        if path.parent.name == "worker" and path.stem not in ("entry", "worker", "run_link"):
             assert not [n for n in imported(path) if n.split(".")[0] == "ray"], path
 
 

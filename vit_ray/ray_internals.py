@@ -162,6 +162,13 @@ def memory_kill(error: BaseException) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def original_error(error: BaseException) -> BaseException:
+    """An error without the wrappers of the Ray processes that it has come through."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error
+
+
 def without_retry_note(text: str) -> str:
     """An error's text without the lines on retries that Ray Data (2.60) writes below it."""
     return _RETRY_NOTE.sub("", text)

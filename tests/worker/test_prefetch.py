@@ -9,9 +9,11 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from vit_ray.training.loop import Batch
+from vit_ray.worker.job import UnrecoverableError, with_unrecoverable_errors
 from vit_ray.worker.prefetch import Prefetched, device_batches
 
 
@@ -82,3 +84,29 @@ def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go():
     del prefetched
     reader.join(timeout=30)
     assert not reader.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("cause", "depth", "expected"),
+    [
+        (ValueError("too many bad"), 1, UnrecoverableError),
+        (ValueError("too many bad"), 2, UnrecoverableError),
+        (ValueError("too many bad"), 0, ValueError),
+        (OSError("the storage is away"), 1, ray.exceptions.RayTaskError),
+    ],
+)
+def test_a_tasks_own_value_error_is_not_met_again_by_a_restart(cause, depth, expected):
+    error: Exception = cause
+    for _ in range(depth):
+        error = ray.exceptions.RayTaskError("read", str(cause), error).as_instanceof_cause()
+
+    def batches() -> Iterator[Batch]:
+        yield batch(0)
+        raise error
+
+    read = with_unrecoverable_errors(batches())
+    next(read)
+    with pytest.raises(Exception, match=str(cause)) as raised:
+        next(read)
+    assert isinstance(raised.value, expected)
+    assert isinstance(raised.value, UnrecoverableError) == (expected is UnrecoverableError)

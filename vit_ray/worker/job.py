@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.ray_internals import without_retry_note
+from vit_ray.ray_internals import original_error, without_retry_note
 from vit_ray.tracking.recorder import Recorder
 
 if TYPE_CHECKING:  # the driver, which makes a job, needs no torch
@@ -103,10 +102,8 @@ def with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
     """
     try:
         yield from batches
-    except ray.exceptions.RayTaskError as error:
-        cause: BaseException = error  # the original error, without the wrappers of Ray's processes
-        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
-            cause = cause.cause
-        if isinstance(cause, ValueError):
+    except Exception as error:
+        cause = original_error(error)
+        if cause is not error and isinstance(cause, ValueError):
             raise UnrecoverableError(without_retry_note(str(cause)), is_agreed=False) from None
         raise

@@ -100,8 +100,8 @@ def test_files_in_a_bucket_may_be_of_another_store_or_out_of_reach_and_a_page_is
     client.set_tag(run_id, "vit_ray.kind", "pretrain")
     assert report_page(recipe) == 0
     place = f"s3://bucket/runs/{run_id}/artifacts"
-    told = capsys.readouterr().out
-    assert f"not kept with the run: MLflow has its files at {place}: not below" in told
+    output = capsys.readouterr().out
+    assert f"not kept with the run: MLflow has its files at {place}: not below" in output
 
 
 def test_a_report_on_a_copied_store_changes_no_file_of_the_original(

@@ -173,7 +173,7 @@ def long_run(trunk: Cell, step: int) -> None:
 def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(tmp_path):
     short, trunk, *_ = branches(tmp_path)
     long_run(trunk, 80)
-    for _ in range(2):  # told at every start
+    for _ in range(2):  # warned at every start
         assert begin_branch(short, trunk) == f"{trunk.name} at step 80"
     found = newest_checkpoint(locate(short.recipe.run_folder))
     where = found.position
@@ -188,9 +188,9 @@ def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_pa
     damaged = locate(trunk.recipe.run_folder).child(folder_name(80))
     (tensors,) = Path(damaged.path).glob("*.safetensors")
     flip(damaged, tensors.name)
-    told: list[str] = []
-    assert begin_branch(short, trunk, told.append) == ""
-    assert "starts at step 0" in told[0]
+    warnings: list[str] = []
+    assert begin_branch(short, trunk, warnings.append) == ""
+    assert "starts at step 0" in warnings[0]
     folder = locate(short.recipe.run_folder)
     assert checkpoint_to_resume(folder) is None  # no loss: it may begin
     assert not folder.child(BRANCH_NOTE).exists()
@@ -198,17 +198,17 @@ def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_pa
 
 def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_path):
     short, trunk, *_ = branches(tmp_path)
-    folder, told = locate(short.recipe.run_folder), list[str]()
+    folder, warnings = locate(short.recipe.run_folder), list[str]()
     folder.child(BRANCH_NOTE).write(b"a copy that was cut short")
-    assert begin_branch(short, trunk, told.append) == ""
-    (text,) = told  # it costs a whole training more
+    assert begin_branch(short, trunk, warnings.append) == ""
+    (text,) = warnings  # it costs a whole training more
     assert f"{trunk.name}/{folder_name(80)} has no commit.json" in text
     cool = short.recipe.with_changes(optim={"cooldown_fraction": 1.0})
-    assert begin_branch(replace(short, recipe=cool), trunk, told.append) == ""
+    assert begin_branch(replace(short, recipe=cool), trunk, warnings.append) == ""
     write_checkpoint(folder, 5)  # it has begun so
     long_run(trunk, 80)
-    assert begin_branch(short, trunk, told.append) == ""
-    assert told == [text]
+    assert begin_branch(short, trunk, warnings.append) == ""
+    assert warnings == [text]
     names = [one.name for one in Path(short.recipe.run_folder).glob("step-*")]
     assert names == [folder_name(5)]
 

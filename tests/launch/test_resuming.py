@@ -92,7 +92,7 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(cha
 
 
 @pytest.mark.parametrize("step", [7, 20])
-@pytest.mark.parametrize(("changes", "told"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"seed": 3}, "seed was 0 and is 3"),
     ({"model": {"name": "ViT-S/16"}}, "model.name was ViT-B/16 and is ViT-S/16"),
     ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128"),
@@ -103,20 +103,22 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(cha
     ({"data": {"held_out_fraction": 0.5}}, "data.held_out_fraction was 0.0 and is 0.5"),
     ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
 ])  # fmt: skip
-def test_what_a_checkpoint_stands_for_cannot_change_at_all(changes, told, step):
-    with pytest.raises(ValueError, match=f"cannot continue from step {step}: .*{told}"):
+def test_what_a_checkpoint_stands_for_cannot_change_at_all(changes, message, step):
+    with pytest.raises(ValueError, match=f"cannot continue from step {step}: .*{message}"):
         accepted(linear_recipe(**changes, resume="changed"), position(step))
 
 
 def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe():
     changed = linear_recipe(optim={"learning_rate": 0.3}, resume="changed")
-    told = r"has finished \(step 20\), and these keys have changed: optim.learning_rate was 0.1 and"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        r"has finished \(step 20\), and these keys have changed: optim.learning_rate was 0.1 and"
+    )
+    with pytest.raises(ValueError, match=message):
         accepted(changed, position(20))
     for other in ("/data/other", None):  # nor as measured on other data
         elsewhere = linear_recipe(data={"eval": other}, resume="changed")
-        told = f"has finished.*data.eval was /data/test and is {other}.*vit-ray evaluate"
-        with pytest.raises(ValueError, match=told):
+        message = f"has finished.*data.eval was /data/test and is {other}.*vit-ray evaluate"
+        with pytest.raises(ValueError, match=message):
             accepted(elsewhere, position(20))
         longer = elsewhere.with_changes(optim={"epochs": 4.0})
         assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
@@ -128,8 +130,8 @@ def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one():
     assert accepted(begun, ended) == []
     for resume in ("auto", "changed"):
         longer = begun.with_changes(optim={"epochs": 4.0}, resume=resume)
-        told = r"has finished \(no better loss\).*optim.epochs was 2.0 and is 4.0.*another name"
-        with pytest.raises(ValueError, match=told):
+        message = r"has finished \(no better loss\).*optim.epochs was 2.0 and is 4.0.*another name"
+        with pytest.raises(ValueError, match=message):
             accepted(longer, ended)
 
 

@@ -14,7 +14,6 @@ from vit_ray.data.convert import conversion
 from vit_ray.data.convert.rows import Unit
 from vit_ray.data.convert.shards import ConvertReport
 from vit_ray.data.convert.sources import units_of
-from vit_ray.data.tasks import Shown
 
 
 def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:
@@ -33,10 +32,7 @@ def convert(source: Any, destination: Any, *, seed: int = 0, **options: Any) -> 
 
 
 def one_by_one(
-    work: Callable[..., Any],
-    items: Sequence[Any],
-    *shared: Any,
-    shown: Shown | None = None,
+    work: Callable[..., Any], items: Sequence[Any], *shared: Any, title: str
 ) -> list[Any]:
     return [work(item, *shared) for item in items]
 

@@ -6,13 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -25,108 +22,10 @@ _RETRIES: Final = 10
 # Seconds between lines in a log.
 _LINE_EVERY_S: Final = 30.0
 _POLL_S: Final = 0.5
-# Seconds between reports of a task.
-_SENT_EVERY_S: Final = 1.0
 ANSWER_S: Final = 10.0
 """Timeout of a request to an actor for a display, and of the last update."""
 # The remaining time follows from the speed of this last time.
 _SPEED_OVER_S: Final = 1800.0
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How the progress of some tasks is displayed.
-
-    Attributes:
-        title: such as `converting data/train`.
-        num_images: images of all tasks; None if unknown: then ended tasks are counted, as parts.
-        noted: name of the second number of `report_done`, such as `rejected`; empty for none.
-    """
-
-    title: str
-    num_images: int | None = None
-    noted: str = ""
-
-
-class Tally:
-    """An actor that holds, for each task, the counts of its last `report_done`."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, tuple[int, int]] = {}
-
-    def put(self, task: int, images: int, noted: int) -> None:
-        self._done[task] = images, noted
-
-    def sums(self) -> tuple[int, int]:
-        return sum(n for n, _ in self._done.values()), sum(n for _, n in self._done.values())
-
-
-@dataclass
-class TaskCount:
-    """The counts of the task that this process runs; sent to the `Tally` once a second.
-
-    Attributes:
-        put: sends (images, noted); None if nothing is displayed.
-        done: the last (images, noted).
-    """
-
-    put: Callable[[int, int], object] | None = None
-    done: tuple[int, int] = (0, 0)
-    sent_s: float = 0.0
-
-    def send(self) -> None:
-        if self.put is not None:
-            self.sent_s = time.monotonic()
-            self.put(*self.done)
-
-
-_TASK: Final[ContextVar[TaskCount]] = ContextVar("task", default=TaskCount())  # noqa: B039
-
-
-def report_done(images: int, noted: int = 0) -> None:
-    """Report how many images this task has done so far, and how many of them were noted.
-
-    A task that is retried counts from 0.
-    """
-    count = _TASK.get()
-    count.done = images, noted
-    if time.monotonic() - count.sent_s > _SENT_EVERY_S:
-        count.send()
-
-
-@contextlib.contextmanager
-def shown_progress(
-    shown: Shown | None, num_parts: int, num_ended: Callable[[], int]
-) -> Iterator[Any]:
-    """Show the progress of tasks while the block runs; yields the `Tally` that they report to.
-
-    Args:
-        shown: None displays nothing, and yields None.
-        num_parts: number of tasks.
-        num_ended: returns the number of ended tasks; called by another thread.
-    """
-    if shown is None:
-        yield None
-        return
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    tally: Any = ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
-    total = num_parts if shown.num_images is None else shown.num_images
-    display, first = Display(shown.title, total, _LINE_EVERY_S), tally.sums.remote()
-
-    def update(is_last: bool) -> None:
-        if not ray.wait([first], timeout=0)[0]:  # do not wait until the actor has started
-            return
-        images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
-        done = images if shown.num_images is not None else num_ended()
-        words = [f"{done:,} of {total:,} {'parts' if shown.num_images is None else 'images'}"]
-        if shown.num_images is None and images:
-            words.append(f"{images:,} images")
-        if shown.noted:
-            words.append(f"{noted:,} {shown.noted}")
-        display.show(done, words)
-
-    with display.updated_by(update):
-        yield tally
 
 
 @contextlib.contextmanager
@@ -201,38 +100,30 @@ def clock(seconds: float) -> str:
 
 
 def _run(
-    work: Callable[..., Any], shared: list[Any], tally: Any, number: int, item: Any
-) -> tuple[int, Any, str]:
-    """Run one task. Returns its number, and its result or the text and kind of its error.
+    work: Callable[..., Any], shared: list[Any], number: int, item: Any
+) -> tuple[int, Any, type[Exception] | None]:
+    """Run one task. Returns its number, and its result or the text and class of its error.
 
     Args:
         shared: references to the arguments that all tasks have in common.
-        tally: actor that the task reports to; None if nothing is displayed.
     """
-    count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
-    _TASK.set(count)
     try:
         arguments = ray.get(shared)  # no limit: the driver put it there before
-        result, kind = with_retries(lambda: work(item, *arguments), f"task {number}"), ""
+        return number, with_retries(lambda: work(item, *arguments), f"task {number}"), None
     except (ValueError, OSError) as error:
-        result = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        kind = "storage" if isinstance(error, OSError) else "value"
-    count.send()
-    return number, result, kind
+        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        return number, text, OSError if isinstance(error, OSError) else ValueError
 
 
 def run_tasks(
-    work: Callable[..., Any],
-    items: Sequence[Any],
-    *shared: Any,
-    shown: Shown | None = None,
+    work: Callable[..., Any], items: Sequence[Any], *shared: Any, title: str = "running"
 ) -> list[Any]:
     """Call `work(item, *shared)` for every item, as many in parallel as the cluster has CPUs.
 
-    A call is repeated while the server of a disk is away.
+    A call is repeated while the server of a disk is away. The display counts ended calls.
 
     Args:
-        shown: how to display progress; `work` calls `report_done`. None displays nothing.
+        title: of the display, such as `verifying data/train`.
 
     Returns:
         The results, in the order of the items.
@@ -247,18 +138,21 @@ def run_tasks(
     pending: list[Any] = []
     references = [ray.put(argument) for argument in shared]
     task: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=_RETRIES)(_run)
-    with shown_progress(shown, len(items), results.__len__) as tally:
-        started = (
-            task.remote(work, references, tally, number, item) for number, item in enumerate(items)
-        )
+    started = (task.remote(work, references, number, item) for number, item in enumerate(items))
+    display = Display(title, len(items), _LINE_EVERY_S)
+
+    def update(is_last: bool) -> None:
+        display.show(len(results), [f"{len(results):,} of {len(items):,} parts"])
+
+    with display.updated_by(update):
         try:
             while len(results) < len(items):
                 pending += itertools.islice(started, _MOST - len(pending))
                 # no limit: a task takes as long as its item needs
                 ready, pending = ray.wait(pending, num_returns=1)
                 number, result, error = ray.get(ready[0])  # no limit: it is ready
-                if error:
-                    raise (OSError if error == "storage" else ValueError)(result)
+                if error is not None:
+                    raise error(result)
                 results[number] = result
         except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
             raise OSError(

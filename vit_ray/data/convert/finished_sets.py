@@ -28,7 +28,7 @@ from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.parts import derive, refuse_existing
 from vit_ray.data.restart_index import StoredImage, index_segments
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, problem_of_shard
-from vit_ray.data.tasks import Shown, report_done, run_tasks
+from vit_ray.data.tasks import run_tasks
 from vit_ray.storage import locate
 
 _SAMPLE: Final = 6
@@ -85,8 +85,9 @@ def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
         ValueError: the manifest itself cannot be read.
     """
     manifest = open_dataset(path)
-    progress = Shown(f"verifying {path}", manifest.num_images, "problems")
-    reports = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=progress)
+    reports = run_tasks(
+        check_file, _files_of(manifest), manifest, decode_fraction, title=f"verifying {path}"
+    )
     return VerifyReport(
         num_files=sum(report.num_files for report in reports),
         num_images=sum(report.num_images for report in reports),
@@ -118,7 +119,6 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
                     _check_image(image)
             except ValueError as error:
                 report.problems.append(Problem(entry.path, str(error), rows.key(row)))
-        report_done(report.num_images, len(report.problems))
     if not report.problems and (problem := problem_of_shard(location, entry, is_read=True)):
         report.problems.append(Problem(entry.path, problem))
     return report
@@ -176,13 +176,11 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> li
     training_set, images = open_dataset(source), list[tuple[str, str, Described]]()
     for path in evaluation_sets:
         manifest = open_dataset(path)
-        progress = Shown(f"reading {path}", manifest.num_images)
-        for described in run_tasks(_described_in, _files_of(manifest), manifest, shown=progress):
+        files, title = _files_of(manifest), f"reading {path}"
+        for described in run_tasks(_described_in, files, manifest, title=title):
             images += [(path, key, image) for _, key, image in described]
-    progress = Shown(f"comparing {source}", training_set.num_images)
-    results = run_tasks(
-        _duplicates_in, _files_of(training_set), training_set, Known(images), shown=progress
-    )
+    files, title = _files_of(training_set), f"comparing {source}"
+    results = run_tasks(_duplicates_in, files, training_set, Known(images), title=title)
     duplicates = {sample: duplicate for result in results for sample, duplicate in result}
     if len(duplicates) == training_set.num_images:
         raise ValueError(
@@ -265,7 +263,7 @@ def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, D
 
 def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Described]]:
     """(sample, key, digest and hash) of every image of a file."""
-    reader, num_images = RowGroupReader(manifest), 0
+    reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         rows, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
@@ -275,5 +273,3 @@ def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Des
             except ChangedImageError as error:
                 where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error
-        num_images += len(samples)
-        report_done(num_images)

@@ -39,7 +39,7 @@ from vit_ray.data.convert.rows import (
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of
 from vit_ray.data.shard_writer import closed_after
-from vit_ray.data.tasks import Shown, report_done, run_tasks
+from vit_ray.data.tasks import run_tasks
 from vit_ray.storage import Location, locate, naming, read_again
 
 _ROWS_AT_A_TIME: Final = 1 << 12
@@ -97,8 +97,8 @@ def read_groups(location: Location) -> Iterator[pa.Table]:
 
 def versions_of(units: list[Unit]) -> dict[str, str]:
     """The current version of each unit, by path."""
-    progress = Shown("looking at the source")
-    return dict(itertools.chain(*run_tasks(_versions, _parts(units), shown=progress)))
+    results = run_tasks(_versions, _parts(units), title="looking at the source")
+    return dict(itertools.chain(*results))
 
 
 def _parts(units: list[Any]) -> list[list[Any]]:
@@ -146,7 +146,7 @@ def build_index(
     """
     token = uuid.uuid4().hex[:8]  # late tasks of an earlier start write other files
     parts = [(f"index-{token}-{i:04d}", part) for i, part in enumerate(_parts(units))]
-    results = run_tasks(_index, parts, staging, shown=Shown(f"indexing {config.source}"))
+    results = run_tasks(_index, parts, staging, title=f"indexing {config.source}")
     if damages := [damage for result in results for damage in result["damages"]]:
         raise ValueError(
             f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
@@ -165,15 +165,13 @@ def _index(part: tuple[str, list[Unit]], staging: Location) -> dict[str, Any]:
     listed = [(unit, *_listed(unit)) for unit in units]
     facts: dict[str, Any] = {"damages": [], "declared": []}
     facts["versions"] = {unit.path: version for unit, _, version in listed}
-    digest, num_rows = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     rows = _stored_rows(listed, staging.child(f"{name}.bin"), facts)
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
         while piece := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
             writer.write_table(row_table(piece))
             for row in piece:
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
-            num_rows += len(piece)
-            report_done(num_rows)
     return facts | {"digest": digest.hexdigest()}
 
 

@@ -55,7 +55,7 @@ from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.restart_markers import restart_writer
 from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
 from vit_ray.data.shards import problem_of_shard
-from vit_ray.data.tasks import Shown, report_done, run_tasks
+from vit_ray.data.tasks import run_tasks
 from vit_ray.lock import check_lock
 from vit_ray.storage import HALF_WRITTEN, Location, locate
 
@@ -152,12 +152,9 @@ def make_shards(plan: Plan, config: ConvertConfig) -> None:
     staging = locate(config.destination).child(STAGING_FOLDER)
     results = {info.base_name for info in staging.list_files(recursive=False)}
     missing = [shard for shard in range(plan.num_shards) if RESULT.format(shard) not in results]
-    # An estimate: shards of files that are read in place differ in size.
-    num_images = round(plan.num_images * len(missing) / plan.num_shards)
-    progress = Shown(f"converting to {config.destination}", num_images, "rejected")
     # Only reading in place needs `versions`, which may have an entry for each of many files.
     sent_plan = plan if config.in_place else replace(plan, versions={})
-    run_tasks(make_shard, missing, sent_plan, config, shown=progress)
+    run_tasks(make_shard, missing, sent_plan, config, title=f"converting to {config.destination}")
 
 
 def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
@@ -176,8 +173,7 @@ def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     with ShardWriter.open(
         target, group_size, config.columns, is_indexed=config.index_jpeg
     ) as writer:
-        for number, (row, content) in enumerate(read_ahead(rows), 1):
-            report_done(number, len(result.rejected))
+        for row, content in read_ahead(rows):
             # no limit: the storage limits each file
             if (image := result.checked(row, content.result, plan, config)) is not None:
                 writer.add(image)
@@ -196,7 +192,7 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
         raise SourceChangedError(path)
     unit = Unit("huggingface", path, plan.folder, config)
     unchanged = config.model_copy(update={"index_jpeg": False})
-    result, image_bytes, num_done = ShardResult(shard=shard), list[int](), 0
+    result, image_bytes = ShardResult(shard=shard), list[int]()
     target = locate(config.destination).child(shard_name(shard, plan.num_shards))
     rows = parquet_rows(unit)
     with (
@@ -207,7 +203,6 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
             num_rows = file.metadata.row_group(group).num_rows
             result.dropped.append([])
             image_bytes.append(0)
-            report_done(num_done, len(result.rejected))
             for row_in_group, row in enumerate(islice(rows, num_rows)):
                 # The file may store equal images once; each row reads its own copy.
                 image_bytes[-1] += len(row.image or b"")
@@ -220,7 +215,6 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
                     image = EncodedImage(b"", (), entry.key, 0, 0, extra=no_texts)
                 writer.add(replace(image, image=b"", crc32=zlib.crc32(row.image or b"")))
             writer.end_row_group()
-            num_done += num_rows
     if locate(path).info() != before:
         raise SourceChangedError(path)
     facts = writer.facts()

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import MANIFEST_FILE, Manifest, RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.order import Order
-from vit_ray.data.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.shard_writer import EncodedImage, row_groups, write_row_groups
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, keys
 from vit_ray.storage import locate
 
@@ -24,10 +24,7 @@ def write_encoded(
     folder: Path | str, shard: str, images: list[EncodedImage], classes: Sequence[str], rows: int
 ) -> Manifest:
     location = locate(str(folder))
-    with ShardWriter.open(location.child(shard), rows) as writer:
-        for image in images:
-            writer.add(image)
-    facts = writer.facts()
+    facts = write_row_groups(location.child(shard), row_groups(images, rows))
     count = len(facts.rows)
     columns = RowGroupColumns(
         np.zeros(count, np.int32),

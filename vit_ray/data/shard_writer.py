@@ -1,9 +1,9 @@
-"""One parquet shard: its columns, and a writer that collects what the manifest needs."""
+"""One parquet shard: its columns, and how it is written."""
 
 import contextlib
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -117,73 +117,66 @@ class _ChecksummedOutput(io.RawIOBase):
         return self._position
 
 
-class ShardWriter:
-    """Writes the rows of one shard in the order in which they are added; made by `open`."""
+def row_groups(rows: Iterable[EncodedImage], num_rows: int) -> Iterator[list[EncodedImage]]:
+    """Rows in groups of `num_rows`; fewer where the images exceed `MOST_ROW_GROUP_BYTES`."""
+    group: list[EncodedImage] = []
+    size = 0
+    for row in rows:
+        size += len(row.image)
+        if group and (len(group) == num_rows or size > MOST_ROW_GROUP_BYTES):
+            yield group
+            group, size = [], len(row.image)
+        group.append(row)
+    if group:
+        yield group
 
-    def __init__(self, stream: _ChecksummedOutput, schema: pa.Schema, rows: int) -> None:
-        self._stream, self._schema, self._rows_per_row_group = stream, schema, rows
-        self._pending: list[EncodedImage] = []
-        self._pending_bytes = 0
-        self._metadata: list[pq.FileMetaData] = []
-        self._parquet = pq.ParquetWriter(
-            stream,
+
+def write_row_groups(
+    destination: Location,
+    groups: Iterable[list[EncodedImage]],
+    text_columns: Sequence[str] = (),
+    *,
+    is_indexed: bool = False,
+) -> ShardFacts:
+    """Write a shard; the file becomes visible after the last row group."""
+    index, texts = INDEX_SCHEMA if is_indexed else (), [(n, pa.string()) for n in text_columns]
+    schema = pa.schema([*SHARD_SCHEMA, *index, *texts])
+    written: list[pq.FileMetaData] = []
+    with destination.output() as stream:
+        output = _ChecksummedOutput(stream)
+        parquet = pq.ParquetWriter(
+            output,
             schema,
             compression="none",
             use_dictionary=False,
             write_statistics=False,
             write_page_checksum=True,
-            metadata_collector=self._metadata,
+            metadata_collector=written,
         )
+        with closed_after(parquet):
+            for rows in groups:
+                parquet.write_table(_table(rows, schema))
+    metadata = [written[0].row_group(i) for i in range(written[0].num_row_groups)]
+    return ShardFacts(
+        rows=[group.num_rows for group in metadata],
+        row_group_bytes=[group.total_byte_size for group in metadata],
+        bytes=output.tell(),
+        crc32=output.crc32,
+    )
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(
-        cls,
-        destination: Location,
-        rows_per_row_group: int,
-        text_columns: Sequence[str] = (),
-        *,
-        is_indexed: bool = False,
-    ) -> Iterator["ShardWriter"]:
-        """A writer; the file becomes visible when the block ends without an error."""
-        index, texts = INDEX_SCHEMA if is_indexed else (), [(n, pa.string()) for n in text_columns]
-        schema = pa.schema([*SHARD_SCHEMA, *index, *texts])
-        with destination.output() as stream:
-            writer = cls(_ChecksummedOutput(stream), schema, rows_per_row_group)
-            with closed_after(writer._parquet):
-                yield writer
-                writer.end_row_group()
 
-    def add(self, row: EncodedImage) -> None:
-        size = len(row.image)
-        if self._pending_bytes + size > MOST_ROW_GROUP_BYTES:
-            self.end_row_group()
-        self._pending.append(row)
-        self._pending_bytes += size
-        if len(self._pending) == self._rows_per_row_group:
-            self.end_row_group()
-
-    def facts(self) -> ShardFacts:
-        (metadata,) = self._metadata
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        rows, sizes = [g.num_rows for g in groups], [g.total_byte_size for g in groups]
-        return ShardFacts(rows, sizes, self._stream.tell(), self._stream.crc32)
-
-    def end_row_group(self) -> None:
-        """Write the rows that were added since the last row group."""
-        rows, self._pending, self._pending_bytes = self._pending, [], 0
-        if not rows:
-            return
-        columns: list[list[Any]] = [
-            [row.image for row in rows],
-            [list(row.labels) for row in rows],
-            [row.key for row in rows],
-            [row.width for row in rows],
-            [row.height for row in rows],
-            [zlib.crc32(row.image) if row.crc32 is None else row.crc32 for row in rows],
-        ]
-        if INDEX_SCHEMA.names[0] in self._schema.names:
-            columns.append([None if row.index is None else asdict(row.index) for row in rows])
-        columns += map(list, zip(*(row.extra for row in rows), strict=True))
-        arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]
-        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+def _table(rows: list[EncodedImage], schema: pa.Schema) -> pa.Table:
+    columns: list[list[Any]] = [
+        [row.image for row in rows],
+        [list(row.labels) for row in rows],
+        [row.key for row in rows],
+        [row.width for row in rows],
+        [row.height for row in rows],
+        [zlib.crc32(row.image) if row.crc32 is None else row.crc32 for row in rows],
+    ]
+    if INDEX_SCHEMA.names[0] in schema.names:
+        columns.append([None if row.index is None else asdict(row.index) for row in rows])
+    num_texts = len(schema) - len(columns)
+    columns += [[row.extra[i] for row in rows] for i in range(num_texts)]
+    arrays = [pa.array(column, f.type) for column, f in zip(columns, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)

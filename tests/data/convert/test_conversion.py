@@ -104,7 +104,7 @@ def test_our_own_mistake_is_no_rejected_row(serial, image_folder, tmp_path, monk
     def broken(*_: Any) -> None:
         raise ValueError("a mistake in the writer")
 
-    monkeypatch.setattr(shards.ShardWriter, "add", broken)
+    monkeypatch.setattr(shards, "row_groups", broken)
     with pytest.raises(ValueError, match="a mistake in the writer"):
         convert(image_folder, tmp_path / "set", max_rejected_fraction=1.0)
     assert not list((tmp_path / "set").glob("part-*"))

@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import OUTPUT, checked, read_ahead
@@ -36,7 +37,7 @@ from vit_ray.data.convert.rows import (
     printable,
     table_rows,
 )
-from vit_ray.data.convert.tables import MAX_ROWS, check_in_place, opened, parquet_rows
+from vit_ray.data.convert.tables import check_in_place, opened, parquet_rows
 from vit_ray.data.dataset import (
     ABOUT,
     DAMAGED_FILE,
@@ -53,7 +54,7 @@ from vit_ray.data.dataset import (
 from vit_ray.data.images import orientation_of
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.restart_markers import restart_writer
-from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
+from vit_ray.data.shard_writer import EncodedImage, ShardFacts, row_groups, write_row_groups
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.data.tasks import run_tasks
 from vit_ray.lock import check_lock
@@ -169,15 +170,12 @@ def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     folder, result = locate(config.destination), ShardResult(shard=shard)
     tables = read_groups(folder.child(STAGING_FOLDER).child(_LIST.format(shard)))
     rows = chain.from_iterable(map(table_rows, tables))
-    target, group_size = folder.child(shard_name(shard, plan.num_shards)), config.rows_per_row_group
-    with ShardWriter.open(
-        target, group_size, config.columns, is_indexed=config.index_jpeg
-    ) as writer:
-        for row, content in read_ahead(rows):
-            # no limit: the storage limits each file
-            if (image := result.checked(row, content.result, plan, config)) is not None:
-                writer.add(image)
-    return replace(result, **vars(writer.facts()))
+    # no limit: the storage limits each file
+    images = (result.checked(row, file.result, plan, config) for row, file in read_ahead(rows))
+    groups = row_groups(filter(None, images), config.rows_per_row_group)
+    target = folder.child(shard_name(shard, plan.num_shards))
+    facts = write_row_groups(target, groups, config.columns, is_indexed=config.index_jpeg)
+    return replace(result, **vars(facts))
 
 
 def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
@@ -195,12 +193,11 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
     result, image_bytes = ShardResult(shard=shard), list[int]()
     target = locate(config.destination).child(shard_name(shard, plan.num_shards))
     rows = parquet_rows(unit)
-    with (
-        opened(unit) as (file, columns),
-        ShardWriter.open(target, MAX_ROWS, config.columns) as writer,
-    ):
+
+    def checked_groups(file: pq.ParquetFile) -> Iterator[list[EncodedImage]]:
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
+            images = list[EncodedImage]()
             result.dropped.append([])
             image_bytes.append(0)
             for row_in_group, row in enumerate(islice(rows, num_rows)):
@@ -213,11 +210,13 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
                     result.dropped[-1].append(row_in_group)
                     no_texts = (None,) * len(config.columns)
                     image = EncodedImage(b"", (), entry.key, 0, 0, extra=no_texts)
-                writer.add(replace(image, image=b"", crc32=zlib.crc32(row.image or b"")))
-            writer.end_row_group()
+                images.append(replace(image, image=b"", crc32=zlib.crc32(row.image or b"")))
+            yield images
+
+    with opened(unit) as (file, columns):
+        facts = write_row_groups(target, checked_groups(file), config.columns)
     if locate(path).info() != before:
         raise SourceChangedError(path)
-    facts = writer.facts()
     facts.row_group_bytes = (np.array(facts.row_group_bytes) + image_bytes).tolist()
     images = [path, before.size, before.version, columns.image_path]
     return replace(result, **vars(facts), images=images)

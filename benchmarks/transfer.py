@@ -33,6 +33,7 @@ from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.launch.connection import connect
 from vit_ray.launch.run import RunResult, train
+from vit_ray.outcomes import RunStoppedError
 from vit_ray.storage import locate
 
 STARTS = {
@@ -48,10 +49,6 @@ STARTS = {
 }
 """Changes to the recipe of the digits, by start and optimizer."""
 DIGITS = Path("transfer/images/digits")
-
-
-class StoppedError(Exception):
-    """A step was stopped on request."""
 
 
 def recipe_of(step: str, overrides: list[str]) -> Recipe:
@@ -78,19 +75,17 @@ def run(overrides: list[str]) -> str:
     """All steps; returns the result as Markdown.
 
     Raises:
-        StoppedError: a step was stopped; the same command goes on with it.
+        RunStoppedError: a step was stopped; the same command goes on with it.
     """
     base = recipe_of("pretrain", overrides)
     connect(base)
     sweeps: dict[str, SweepResult] = {}
     pretrained = train(base)
     if print_result(pretrained):
-        raise StoppedError
+        raise RunStoppedError("stopped on request")
     for start, changes in STARTS.items():
-        result = run_sweep(recipe_of("digits", [*changes, *overrides]))
-        if print_sweep(result) or result is None:
-            raise StoppedError
-        sweeps[start] = result
+        sweeps[start] = run_sweep(recipe_of("digits", [*changes, *overrides]))
+        print_sweep(sweeps[start])
     return report(pretrained, sweeps)
 
 
@@ -144,7 +139,7 @@ def main() -> int:
         return 0
     try:
         text = run(options.overrides)
-    except StoppedError:
+    except RunStoppedError:
         print("stopped on request; the same command goes on")
         return 3
     finish(_heading() + text, options.result)

@@ -50,6 +50,10 @@ class EventKind(StrEnum):
     WORKER_FAILED = "worker failed"
 
 
+class RunStoppedError(RuntimeError):
+    """An evaluation, a sweep or a study was stopped on request."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a run ends when a restart would not help.

@@ -151,7 +151,7 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
 
     def shown(*accuracies: float) -> str:
         finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in accuracies]
-        assert print_sweep(SweepResult(rows, {RATE: 0.01}, finals)) == 0
+        print_sweep(SweepResult(rows, {RATE: 0.01}, finals))
         return capsys.readouterr().out
 
     # The sample deviation of 0.96 and 0.98 is sqrt(2) / 100.

@@ -37,8 +37,7 @@ from vit_ray.experiments.trials import (
 )
 from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.run import Following
-from vit_ray.launch.terminal import RunStoppedError
-from vit_ray.outcomes import TrialState
+from vit_ray.outcomes import RunStoppedError, TrialState
 
 RATES = [0.4, 0.1, 0.2]
 STEPS = 8

@@ -34,7 +34,7 @@ from vit_ray.launch.run_record import (
     run_facts,
     trained_params,
 )
-from vit_ray.launch.terminal import RunStoppedError
+from vit_ray.outcomes import RunStoppedError
 from vit_ray.tracking import metrics_log
 from vit_ray.tracking.metrics_log import RunOpening, Status, metrics_log_path
 from vit_ray.tracking.recorder import Recorder

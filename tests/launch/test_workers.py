@@ -30,7 +30,6 @@ from vit_ray.launch import run, workers
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
 from vit_ray.launch.placement import NoPlaceError, Place, StoppedWaitingError
-from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import (
     GROUP_FILE,
     RETURN_S,
@@ -42,7 +41,7 @@ from vit_ray.launch.workers import (
     RunFailedError,
     lost_place,
 )
-from vit_ray.outcomes import EventKind, Failure, TrialState, WorkerPlace
+from vit_ray.outcomes import EventKind, Failure, RunStoppedError, TrialState, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.run_state import Event, RunStatus
 from vit_ray.worker.entry import GroupConfig

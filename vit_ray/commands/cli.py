@@ -28,6 +28,7 @@ from vit_ray.commands.job_list import COMMANDS, Command, check_inputs, check_out
 from vit_ray.config import load_recipe
 from vit_ray.config.keys import count_keys, keys_below, known_key, sections
 from vit_ray.config.loading import completed, header_of, recipe_names, recipes_folder, write_yaml
+from vit_ray.outcomes import RunStoppedError
 from vit_ray.own_parts import trust_modules
 
 
@@ -142,6 +143,9 @@ def _ended(run: Callable[[], Any]) -> int:
             "stopped; run the same command again to continue from what is finished", file=sys.stderr
         )
         return 130
+    except RunStoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        return 3
     except (ValueError, RuntimeError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             poll = select.poll()

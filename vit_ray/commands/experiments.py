@@ -49,19 +49,14 @@ _CELL_COLUMNS = (
 )
 
 
-def sweep(recipe: Recipe) -> int:
+def sweep(recipe: Recipe) -> None:
     """Fine-tune over the grid of learning rates and print every trial."""
-    return print_sweep(run_sweep(recipe))
+    print_sweep(run_sweep(recipe))
 
 
 def vtab(recipe: Recipe) -> int:
-    """Fine-tune on every task and print the table; 1 if a task has no accuracy, 3 if stopped."""
+    """Fine-tune on every task and print the table; exit code 1 if a task has no accuracy."""
     result = run_vtab(recipe)
-    if result is None:
-        print(
-            "stopped on request; run the same command again to continue with the interrupted task"
-        )
-        return 3
     print_table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", result.table)
     _print_links(result)
     return 0 if result.is_complete else 1
@@ -78,11 +73,8 @@ def _print_links(result: SweepResult | VtabResult | StudyResult) -> None:
     print_link(result.published.hint, result.published.run_id)
 
 
-def print_sweep(result: SweepResult | None) -> int:
-    """The grid, the selected point, the test accuracy; exit code 3 if stopped on request."""
-    if result is None:
-        print("stopped on request; the same command resumes its runs from their checkpoints")
-        return 3
+def print_sweep(result: SweepResult) -> None:
+    """Print the grid, the selected point, and the test accuracy."""
     rows = []
     for trial in result.rows:
         outcome = trial.outcome
@@ -102,14 +94,10 @@ def print_sweep(result: SweepResult | None) -> int:
     print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
     print_beside_paper(result.beside_paper)
     _print_links(result)
-    return 0
 
 
-def print_study(result: StudyResult | None) -> int:
-    """A row per cell; exit code 0 if all are done, 1 if any failed, 3 if stopped on request."""
-    if result is None:
-        print("stopped on request; the same command resumes its cells from their checkpoints")
-        return 3
+def print_study(result: StudyResult) -> int:
+    """Print a row for each cell; exit code 1 if a cell failed."""
     metrics = dict.fromkeys(key for outcome in result.cells for key in outcome.metrics)
     tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in metrics]
     columns = [*_CELL_COLUMNS, *((task[1], task[0], "{:.2%}") for task in tasks if task)]
@@ -181,8 +169,7 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
     if code := print_result(pretrained):
         return code
     swept = run_sweep(sweep)
-    if (code := print_sweep(swept)) or swept is None:
-        return code
+    print_sweep(swept)
     from_scratch = train(scratch)
     if code := print_result(from_scratch):
         return code

@@ -13,7 +13,6 @@ from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,
@@ -39,18 +38,13 @@ def finetune(recipe: Recipe) -> int:
     return print_result(run.finetune(recipe))
 
 
-def evaluate(recipe: Recipe) -> int:
-    """Measure the weights in `init_from`; exit code 3 if stopped on request."""
-    try:
-        result = run.evaluated(recipe)
-        metrics = result.metrics
-        print_metrics("Evaluation", metrics, sorted(metrics), result.num_eval_images)
-        print_beside_paper(evaluation_table(recipe, result.metrics))
-        print_link(result.hint, result.run_id)
-        return 0
-    except RunStoppedError as stopped:
-        print(stopped)
-        return 3
+def evaluate(recipe: Recipe) -> None:
+    """Measure the weights in `init_from`."""
+    result = run.evaluated(recipe)
+    metrics = result.metrics
+    print_metrics("Evaluation", metrics, sorted(metrics), result.num_eval_images)
+    print_beside_paper(evaluation_table(recipe, metrics))
+    print_link(result.hint, result.run_id)
 
 
 # Metrics of a run's result, with title and format.

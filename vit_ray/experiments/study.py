@@ -43,7 +43,6 @@ from vit_ray.experiments.trials import (
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import add_to_ended
-from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import (
     EVAL_TOP1,
@@ -68,11 +67,12 @@ class StudyResult:
         return not any(cell.error for cell in self.cells)
 
 
-def run_study(recipe: Recipe) -> StudyResult | None:
-    """Train and evaluate every cell, and write the report; None if it was asked to stop.
+def run_study(recipe: Recipe) -> StudyResult:
+    """Train and evaluate every cell, and write the report.
 
     Raises:
         ValueError: a cell cannot work; nothing was started.
+        RunStoppedError: as `run_trials`.
     """
     recipe = recipe.with_absolute_paths()
     cells, resolved_runs = list[Cell](), list[ResolvedRun]()
@@ -84,21 +84,18 @@ def run_study(recipe: Recipe) -> StudyResult | None:
     # So that a report knows which cells have not started.
     tags = {"vit_ray.num_cells": str(len(cells))}
     total_steps = sum(cell.steps for cell in cells) + steps_of_tasks
-    try:
-        with open_parent(
-            recipe, "study", resolved_runs[0], total_steps, trainings, tags=tags
-        ) as parent:
-            results = _run_cells(cells, parent)
-            totals = _totals(results)
-            published = parent.conclude(
-                f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed",
-                totals,
-                is_complete=not totals[STUDY_FAILED_CELLS],
-                step=len(results),
-            )
-            return StudyResult(results, published)
-    except RunStoppedError:
-        return None
+    with open_parent(
+        recipe, "study", resolved_runs[0], total_steps, trainings, tags=tags
+    ) as parent:
+        results = _run_cells(cells, parent)
+        totals = _totals(results)
+        published = parent.conclude(
+            f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed",
+            totals,
+            is_complete=not totals[STUDY_FAILED_CELLS],
+            step=len(results),
+        )
+    return StudyResult(results, published)
 
 
 def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[Recipe], int]:

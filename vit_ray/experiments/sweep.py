@@ -58,10 +58,9 @@ from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.resolved_run import Kind, ResolvedRun, check_head_is_trained, resolve_run
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import OpenRun
-from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
-from vit_ray.outcomes import EventKind, TrialState
+from vit_ray.outcomes import EventKind, RunStoppedError, TrialState
 from vit_ray.storage import locate
 
 RESTARTED: Final = "The sweep was restarted, and the rungs of ASHA began empty"
@@ -204,21 +203,19 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
     return plan
 
 
-def run_sweep(recipe: Recipe) -> SweepResult | None:
-    """Try every point, select on the dev split, retrain, test; None if it was asked to stop.
+def run_sweep(recipe: Recipe) -> SweepResult:
+    """Try every point, select on the dev split, retrain, test.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: no trial finished, or not every retraining did.
+        RunStoppedError: as `run_trials`.
     """
     plan = plan_sweep(recipe.with_absolute_paths())
-    try:
-        with open_sweep(plan) as parent:
-            return sweep(
-                plan, parent, partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
-            )
-    except RunStoppedError:
-        return None
+    with open_sweep(plan) as parent:
+        return sweep(
+            plan, parent, partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
+        )
 
 
 def open_sweep(

@@ -32,9 +32,9 @@ from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import Kind, ResolvedRun
 from vit_ray.launch.run import Following, top1_of, train
 from vit_ray.launch.run_record import NOTE, OpenRun, description, open_record
-from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
+from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
-from vit_ray.outcomes import TrialState
+from vit_ray.outcomes import RunStoppedError, TrialState
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.store_requests import redact_uri
@@ -409,7 +409,9 @@ def run_trials(
         )
     grid = tuner.fit()  # no limit: train.step_timeout_s ends a training that hangs
     if TrialCallbacks.is_requested.is_set():
-        raise RunStoppedError("stopped on request")
+        raise RunStoppedError(
+            "stopped on request; the same command resumes its runs from their checkpoints"
+        )
     return Ended.of_grid(grid)
 
 

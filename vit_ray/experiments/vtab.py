@@ -31,7 +31,6 @@ from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.launch.run import Following
-from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
@@ -137,11 +136,12 @@ def with_data(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
     return existing
 
 
-def run_vtab(recipe: Recipe) -> VtabResult | None:
-    """Fine-tune on every task that has data; None if it was stopped on request.
+def run_vtab(recipe: Recipe) -> VtabResult:
+    """Fine-tune on every task that has data.
 
     Raises:
         ValueError: no task has data, or the recipe cannot work; nothing was started.
+        RunStoppedError: as `run_trials`.
     """
     recipe = recipe.with_absolute_paths()
     recipes = {task.name: task_recipe(recipe, task) for task in vtab_of(recipe).tasks}
@@ -154,21 +154,18 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             check_weights(PreparedRun("finetune", resolved))
     first, *_ = resolved_runs.values()
     trainings = [recipes[name] for name in resolved_runs]
-    try:
-        # At a restart the parent run continues, with the finished tasks under it.
-        with open_parent(recipe, "vtab", first, total_steps, trainings) as parent:
-            rows = _run_tasks(recipe, resolved_runs, parent)
-            tops = [row.top1 for row in rows if row.top1 is not None]
-            mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
-            published = parent.conclude(
-                f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}",
-                vtab_metrics(rows),
-                is_complete=len(tops) == len(rows),
-            )
-            is_papers_model = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-            return VtabResult(rows, vtab_table(rows, is_papers_model), published)
-    except RunStoppedError:
-        return None
+    # At a restart the parent run continues, with the finished tasks under it.
+    with open_parent(recipe, "vtab", first, total_steps, trainings) as parent:
+        rows = _run_tasks(recipe, resolved_runs, parent)
+        tops = [row.top1 for row in rows if row.top1 is not None]
+        mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
+        published = parent.conclude(
+            f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}",
+            vtab_metrics(rows),
+            is_complete=len(tops) == len(rows),
+        )
+    is_papers_model = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
+    return VtabResult(rows, vtab_table(rows, is_papers_model), published)
 
 
 def _run_tasks(

@@ -24,10 +24,10 @@ from vit_ray.launch.connection import ClusterShape, connect
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.resolved_run import Kind
 from vit_ray.launch.run_record import OpenRun, end_record, open_record, training_cost
-from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
+from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1, with_best
-from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind
+from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind, RunStoppedError
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.recorder import FIRST_ANSWER_S

@@ -36,7 +36,6 @@ from vit_ray.config.keys import (
 from vit_ray.config.loading import write_yaml
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.resolved_run import ResolvedRun
-from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.metric_names import (
     STUDY_EXAFLOPS,
     STUDY_FORWARD_GMACS,
@@ -44,6 +43,7 @@ from vit_ray.metric_names import (
     STUDY_STEPS,
     STUDY_TRAIN_IMAGES,
 )
+from vit_ray.outcomes import RunStoppedError
 from vit_ray.tracking.metrics_log import (
     FAILURE,
     MetricsLog,

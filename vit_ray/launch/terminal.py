@@ -43,10 +43,6 @@ _METRICS: Final = (
 _MAX_METRICS: Final = 5
 
 
-class RunStoppedError(RuntimeError):
-    """A run without checkpoints (an evaluation) was stopped on request."""
-
-
 @contextlib.contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, the first of these signals stops the run and its child runs.

@@ -6,22 +6,20 @@ without importing it.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 from click import Context
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from vit_ray import MODULES
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config.keys import all_keys, sections
 from vit_ray.config.loading import header_of, recipe_names, recipes_folder
 
-ROOT = Path(__file__).parents[1]
 _ON_RESUME = (
     "*On resume* says whether a run may be resumed with another value of the key: at any time, "
     "only with `resume=changed`, or never; it is empty for keys that no training reads."
@@ -80,24 +78,13 @@ def recipes_page() -> str:
 
 
 def api_page() -> str:
-    """Every name of `vit_ray.api` with its signature and docstring."""
-    parts = ["# Python names\n\nAll can be imported from `vit_ray.api`.\n"]
-    for name, module in sorted(api_names().items(), key=lambda item: item[0].lower()):
+    """Every name of `vit_ray` with its signature and docstring."""
+    parts = ["# Python names\n\nAll can be imported from `vit_ray`.\n"]
+    for name, module in sorted(MODULES.items(), key=lambda item: item[0].lower()):
         # The keys of a recipe are a page of their own.
         options = "\n    options: {members: [run_folder, with_changes]}" if name == "Recipe" else ""
         parts.append(f"::: {module}.{name}{options}\n")
     return "\n".join(parts)
-
-
-def api_names() -> dict[str, str]:
-    """Names of the API and the modules that it takes them from, without importing it."""
-    tree = ast.parse((ROOT / "vit_ray" / "api.py").read_text())
-    return {
-        alias.name: node.module or ""
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
 
 
 def _section(name: str) -> str:

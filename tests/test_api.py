@@ -10,22 +10,18 @@ from typing import Any
 import pytest
 
 import vit_ray
-from docs.reference_hook import api_names, api_page
+from docs.reference_hook import api_page
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "python.md"
 
 
-def test_what_is_offered_is_the_rooms_own_and_is_on_the_reference_page():
-    api = importlib.import_module("vit_ray.api")
-    assert set(vit_ray.__all__) < set(api.__all__)
-    assert set(api_names()) == set(api.__all__)
+def test_each_name_is_imported_on_use_and_is_on_the_reference_page():
     page = api_page()
-    for name, module in api_names().items():
-        assert getattr(api, name) is getattr(importlib.import_module(module), name)
+    assert set(vit_ray.__all__) == set(vit_ray.MODULES)
+    for name, module in vit_ray.MODULES.items():
+        assert getattr(vit_ray, name) is getattr(importlib.import_module(module), name)
         assert f"\n::: {module}.{name}\n" in page, name
-    for name in vit_ray.__all__:
-        assert getattr(vit_ray, name) is getattr(api, name)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = vit_ray.trian  # type: ignore[attr-defined]
 

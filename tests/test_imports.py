@@ -21,7 +21,6 @@ BELOW = {
 }  # fmt: skip
 ALLOWED = {
     "__main__": {"commands"},
-    "api": BELOW | {"experiments", "launch"},
     "commands": BELOW | {"experiments", "launch"},
     "experiments": BELOW | {"launch"},
     "launch": BELOW - {"report"},

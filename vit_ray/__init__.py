@@ -1,31 +1,29 @@
-"""Vision Transformers at scale on Ray: stream, train, sweep, study and report."""
+"""Vision Transformers at scale on Ray: stream, train, sweep, study and report.
+
+The Python interface: recipes, models, weights, data sets, and whole trainings.
+"""
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vit_ray.api import (
-        Recipe,
-        build_model,
-        evaluate,
-        few_shot_accuracy,
-        finetune,
-        forward_macs,
-        load,
-        load_recipe,
-        load_weights,
-        model_names,
-        open_dataset,
-        save_weights,
-        train,
-        training_batches,
-        training_exaflops,
-        trust_modules,
-    )
+    from vit_ray.config import Recipe, load_recipe
+    from vit_ray.evaluation.few_shot import few_shot_accuracy
+    from vit_ray.experiments.sweep import SweepResult, run_sweep
+    from vit_ray.launch.dataset import open_dataset, training_batches
+    from vit_ray.launch.run import RunResult, evaluate, finetune, train
+    from vit_ray.launch.trained_model import TrainedModel, load
+    from vit_ray.models import build_model, model_names
+    from vit_ray.models.flops import forward_macs, training_exaflops
+    from vit_ray.models.weights import load_weights, save_weights
+    from vit_ray.own_parts import trust_modules
 
 __all__ = [
     "Recipe",
+    "RunResult",
+    "SweepResult",
+    "TrainedModel",
     "build_model",
     "evaluate",
     "few_shot_accuracy",
@@ -36,6 +34,7 @@ __all__ = [
     "load_weights",
     "model_names",
     "open_dataset",
+    "run_sweep",
     "save_weights",
     "train",
     "training_batches",
@@ -56,30 +55,34 @@ if os.environ.get("VIT_RAY_LOGS") != "1":
 __version__ = "0.1.0"
 
 # Imported on first use: torch, Ray and MLflow take seconds.
-_MODULES = {
-    "Recipe": "config",
-    "build_model": "models",
-    "evaluate": "launch.run",
-    "few_shot_accuracy": "evaluation.few_shot",
-    "finetune": "launch.run",
-    "forward_macs": "models.flops",
-    "load": "launch.trained_model",
-    "load_recipe": "config",
-    "load_weights": "models.weights",
-    "model_names": "models",
-    "open_dataset": "launch.dataset",
-    "save_weights": "models.weights",
-    "train": "launch.run",
-    "training_batches": "launch.dataset",
-    "training_exaflops": "models.flops",
-    "trust_modules": "own_parts",
+MODULES = {
+    "Recipe": "vit_ray.config",
+    "RunResult": "vit_ray.launch.run",
+    "SweepResult": "vit_ray.experiments.sweep",
+    "TrainedModel": "vit_ray.launch.trained_model",
+    "build_model": "vit_ray.models",
+    "evaluate": "vit_ray.launch.run",
+    "few_shot_accuracy": "vit_ray.evaluation.few_shot",
+    "finetune": "vit_ray.launch.run",
+    "forward_macs": "vit_ray.models.flops",
+    "load": "vit_ray.launch.trained_model",
+    "load_recipe": "vit_ray.config",
+    "load_weights": "vit_ray.models.weights",
+    "model_names": "vit_ray.models",
+    "open_dataset": "vit_ray.launch.dataset",
+    "run_sweep": "vit_ray.experiments.sweep",
+    "save_weights": "vit_ray.models.weights",
+    "train": "vit_ray.launch.run",
+    "training_batches": "vit_ray.launch.dataset",
+    "training_exaflops": "vit_ray.models.flops",
+    "trust_modules": "vit_ray.own_parts",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in MODULES:
         raise AttributeError(f"module 'vit_ray' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"vit_ray.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -52,7 +52,7 @@ PLOTS = {"scipy", "matplotlib"}
 UNUSED = {
     "import vit_ray; vit_ray.load_recipe('digits')": {"torch", "ray", "mlflow", "pyarrow", "numpy"},
     "import vit_ray.launch.run, vit_ray.launch.workers": {"torch", "mlflow", "ray.tune", *PLOTS},
-    "import vit_ray.commands.dry_run": {"deepspeed", "mlflow", "transformers", "scipy"},
+    "import vit_ray.commands.plan": {"deepspeed", "mlflow", "transformers", "scipy"},
     "import vit_ray.data.stream.stream_server": {"torch", "deepspeed", "mlflow", "ray.train"},
     "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run": {"torch", "pandas", *PLOTS},
     "import vit_ray.worker.worker": {

@@ -13,14 +13,16 @@ from tests.commands.command_line import run_cli
 from tests.data.converted_set import converted_set
 from tests.experiments.studies import study_tree
 from tests.recipes import SMALL, recipe_with
-from vit_ray.commands import dry_run
-from vit_ray.commands.dry_run import (
+from vit_ray.commands import plan
+from vit_ray.commands.plan import (
+    describe_plan,
     describe_study,
     describe_sweep,
     describe_training,
     describe_vtab,
+    planned_cluster,
+    planned_runs,
 )
-from vit_ray.commands.plan import data_facts, describe_plan, planned_cluster
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.measure.devices import find_device
@@ -74,13 +76,13 @@ def test_what_a_cluster_cannot_do_is_told():
 
 def test_a_plan_takes_counts_before_a_set_and_a_dry_run_the_set_before_counts():
     missing = recipe_of("data.train=nothing")
-    assert data_facts(missing).num_images == 303_000_000
+    assert planned_runs(missing).num_images == 303_000_000
     with pytest.raises(ValueError, match=r"nothing' is not a data set.*plan\.num_images"):
-        data_facts(missing.with_changes(plan={"num_classes": None}))
+        planned_runs(missing.with_changes(plan={"num_classes": None}))
     small = ["train.global_batch_size=4", "optim.warmup_steps=0", "optim.epochs=2"]
     small += ["data.shuffle_window=0", "workers.num_workers=1"]
     recipe = recipe_of(f"data.train={converted_set()}", *small)
-    assert data_facts(recipe).num_images == 12
+    assert planned_runs(recipe).num_images == 12
     assert "images                  303,000,000 of" in describe_plan(recipe)
     counted = recipe.with_changes(plan={"num_images": None, "num_classes": None})
     assert "images                  12 of 3 classes" in describe_plan(counted)
@@ -92,7 +94,7 @@ def test_a_plan_takes_counts_before_a_set_and_a_dry_run_the_set_before_counts():
 def test_what_is_held_out_is_not_trained_on():
     small = ["train.global_batch_size=64", "optim.warmup_steps=0", "optim.epochs=2"]
     counts = ["plan.num_images=500", "plan.num_classes=2", "data.held_out_fraction=0.1"]
-    facts = data_facts(recipe_of(*small, *counts))
+    facts = planned_runs(recipe_of(*small, *counts))
     assert (facts.num_images, facts.num_classes) == (450, 2)
     assert facts.total_steps == round(450 * 2 / 64)
 
@@ -134,7 +136,7 @@ def second_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def takes(seconds: float) -> None:
         times = iter([0.0, 10.0, 20.0, 20.0 + seconds])
-        monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+        monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=lambda: next(times)))
 
     return takes
 
@@ -180,7 +182,7 @@ def test_vtab_costs_what_its_tasks_cost_and_names_those_without_data(tmp_path):
     rows = describe_vtab(load_recipe("vtab_1k", ["init_from=x"])).splitlines()
     assert rows[0] == "19 runs on 19 of 19 tasks"
     # ViT-L/16 at 384 px: 2,500 steps of 512 images for each task (Table 4).
-    facts = data_facts(load_recipe("finetune/vtab"))
+    facts = planned_runs(load_recipe("finetune/vtab"))
     steps, exaflops = (float(word.replace(",", "")) for word in rows[-1].split()[-3:-1])
     assert (facts.total_steps, steps) == (2_500, 19 * 2_500)
     assert exaflops == pytest.approx(19 * facts.exaflops, rel=1e-3)

@@ -21,7 +21,7 @@ from tests.checkpoints.written import (
 from tests.experiments.studies import study_recipe, study_row, study_tree, with_steps
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
-from vit_ray.commands.dry_run import plan_study
+from vit_ray.commands.plan import plan_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.study_cells import (
@@ -156,7 +156,6 @@ def test_only_the_cool_downs_of_the_others_are_paid_for():
     for costs in (exaflops, hours):
         shares = [cost / costs[1] for cost in costs]
         assert shares == pytest.approx([0.2 * 100 / 400, 1.0, 0.2 * 200 / 400])
-    assert plan[0].facts.exaflops == pytest.approx(plan[1].facts.exaflops / 4)
     assert [branch_step(cell) for cell in branches()[:3]] == [80, 320, 160]
 
 

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT
-from vit_ray.commands.dry_run import describe_sweep, describe_training, plan_study
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.plan import data_facts
+from vit_ray.commands.plan import describe_sweep, describe_training, plan_study, planned_runs
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import is_trained
 from vit_ray.data.augment import augmentation_of
@@ -105,7 +104,7 @@ def test_there_is_a_recipe_for_every_row_and_no_other():
 @pytest.mark.parametrize("file", list(TABLE_6))
 def test_costs_are_those_of_table_6(file):
     tolerance = 0.025 if file in ("vit_b32_jft", "r50x1_jft") else 0.01
-    assert data_facts(paper_recipe(file)).exaflops == pytest.approx(TABLE_6[file], rel=tolerance)
+    assert planned_runs(paper_recipe(file)).exaflops == pytest.approx(TABLE_6[file], rel=tolerance)
 
 
 @pytest.mark.parametrize("row", TABLE_3, ids=[row[0] for row in TABLE_3])
@@ -116,7 +115,7 @@ def test_pre_training_is_as_table_3_prints_it(row):
     assert (model.name, model.image_size, model.dropout or 0.0) == (name, 224, dropout)
     assert (optim.name, optim.betas, optim.clip_norm) == ("adamw", (0.9, 0.999), 1.0)
     assert (optim.learning_rate, optim.schedule, optim.weight_decay) == (rate, decay, weight_decay)
-    assert data_facts(recipe).total_steps == steps
+    assert planned_runs(recipe).total_steps == steps
     assert (train.global_batch_size, train.averaging) == (4096, 0.0)
     # The warm-up, the end of the rate, the loss and the head are those of the reference code.
     assert lr_at(5_000, optim, steps) == pytest.approx(rate / 2)
@@ -134,7 +133,7 @@ def test_the_sgd_ablation_is_bits_recipe(file):
     # Kolesnikov et al., arXiv:1912.11370, 3.1: 0.03 x batch / 256, x 0.1 at epochs 10, 23, 30, 37
     # of 40.
     recipe = paper_recipe(file)
-    optim, steps = recipe.optim, data_facts(recipe).total_steps
+    optim, steps = recipe.optim, planned_runs(recipe).total_steps
     assert (optim.name, optim.momentum, optim.weight_decay) == ("sgd", 0.9, 1e-4)
     assert optim.learning_rate == pytest.approx(0.03 * 4096 / 256)
     assert steps == JFT_7
@@ -166,7 +165,7 @@ def test_fine_tuning_is_as_table_4_prints_it_and_follows_appendix_b(path):
     assert recipe.model.representation is False
     assert recipe.init_from is not None
     if row := TABLE_4.get(path.stem):
-        steps = data_facts(recipe).total_steps
+        steps = planned_runs(recipe).total_steps
         sizes = plan.num_images, plan.num_classes
         assert (steps, sweep.learning_rates, sweep.dev_fraction, *sizes) == row
         assert (sweep.seeds, recipe.model.image_size, recipe.train.averaging) == (3, 384, 0.0)
@@ -218,7 +217,7 @@ def test_a_recipe_is_what_its_authors_say(name):
     recipe = load_recipe(FOLDER / f"{name}.yaml")
     found = SimpleNamespace(
         **dict(recipe),
-        steps=data_facts(recipe).total_steps,
+        steps=planned_runs(recipe).total_steps,
         augment=augmentation_of(recipe.model, recipe.data.augment),
         eval_augment=augmentation_of(recipe.model, recipe.data.eval_augment),
     )
@@ -282,10 +281,10 @@ def test_the_transfers_of_table_6_are_the_papers_sets_at_its_resolution():
 
 def test_figure_4_takes_the_papers_parts_and_stops_early():
     plan, _ = plan_study(load_recipe(OF_THE_PAPER / "figure4.yaml"))
-    assert {round(one.facts.num_images / 1e6) for one in plan} == {9, 30, 90, 303}
+    assert {round(one.num_images / 1e6) for one in plan} == {9, 30, 90, 303}
     assert len(plan) == 24
     assert all(one.recipe.train.early_stopping for one in plan)
-    assert {one.facts.total_steps for one in plan} == {JFT_7}
+    assert {one.total_steps for one in plan} == {JFT_7}
 
 
 def test_positions_are_the_eight_of_table_8_and_heads_have_the_rates_of_figure_9():

@@ -127,7 +127,7 @@ def run_quickstart(recipe: Recipe) -> int:
     """Convert handwritten digits, pre-train, sweep, train from scratch, and compare; finished parts
     are not repeated.
     """
-    from vit_ray.commands.plan import data_facts
+    from vit_ray.commands.plan import planned_runs
     from vit_ray.data.convert.digits import write_digits
 
     start_s = time.monotonic()
@@ -147,7 +147,7 @@ def run_quickstart(recipe: Recipe) -> int:
             data={"train": PLACEHOLDER, "eval": None},
             plan={"num_images": 1497, "num_classes": 10},  # of the digits
         )
-    data_facts(checked)
+    planned_runs(checked)
     connect(recipe)
     with tempfile.TemporaryDirectory() as temporary:
         images = Path(temporary if "://" in recipe.output else recipe.output) / "digits_images"

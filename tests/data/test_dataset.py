@@ -19,7 +19,7 @@ from vit_ray.data.dataset import (
     write_manifest,
 )
 from vit_ray.data.parts import subset
-from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.shards import RowGroupReader, first_labels
 from vit_ray.storage import locate
 
 
@@ -169,12 +169,10 @@ def test_a_flipped_image_costs_no_other_row(small, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "wrong"), [((3,), "3"), ((-1,), "-1"), ((0, 2_000_000_000), "2000000000")]
 )
-def test_a_label_out_of_range_names_shard_row_and_key(tmp_path, labels, wrong):
+def test_a_label_out_of_range_names_shard_and_row(tmp_path, labels, wrong):
     manifest = write_rows(tmp_path, [(0,), (1,), (2,), (), labels, (1,)])
-    named = rf"{SHARD}', row 1 of row group 1 \('key 4'\) has the label {wrong}, .* 3 classes"
+    named = rf"{SHARD}', row group 1 has in row 1 the label {wrong}, .* 3 classes"
     with pytest.raises(ValueError, match=named):
         RowGroupReader(manifest).read(1)
     with pytest.raises(ValueError, match=named):
-        RowGroupReader(manifest).first_labels(1)
-    (problem,) = check_file(0, manifest, 0.0).problems
-    assert "key 4" in problem.what
+        list(first_labels(manifest))

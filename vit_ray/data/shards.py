@@ -47,8 +47,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
-_COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
-_INDEX: Final = "restart_index"
+_INDEX: Final = "restart_index"  # not all shards have this column
+_COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32", _INDEX]
 _ADVICE: Final = "; run `vit-ray verify`"
 _OPEN_FILES: Final = 16
 _PART_BYTES: Final = 1 << 24
@@ -70,8 +70,11 @@ class EncodedRows:
     """The rows of one stored row group.
 
     Args:
-        table: columns of a shard, of one chunk each, at least those of `_COLUMNS`.
+        table: columns of a shard, of one chunk each, at least those of `SHARD_SCHEMA`.
         is_whole: the images are known to be unchanged; otherwise each is checked when it is read.
+
+    Attributes:
+        sizes: height and width of each row.
     """
 
     def __init__(self, table: pa.Table, is_whole: bool) -> None:
@@ -81,7 +84,7 @@ class EncodedRows:
         self.nbytes = int(table.nbytes)
         # Lists, because reading a single number from a numpy array takes microseconds.
         heights, widths = (columns[name].to_pylist() for name in ("height", "width"))
-        self._sizes = list(zip(heights, widths, strict=True))
+        self.sizes = list(zip(heights, widths, strict=True))
         self._label_values = self.labels.values.to_numpy()
         self._label_offsets = self.labels.offsets.to_pylist()
         _, offsets, content = self.images.buffers()
@@ -100,13 +103,9 @@ class EncodedRows:
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with its size and restart index; errors as `image`."""
         image = self._image(row)
-        size = self.size(row)
+        size = self.sizes[row]
         index = None if self._indices is None else self._indices.of(row, size, len(image))
         return StoredImage(image, size, index)
-
-    def size(self, row: int) -> tuple[int, int]:
-        """Height and width of one row."""
-        return self._sizes[row]
 
     def labels_of(self, row: int) -> NDArray[np.int32]:
         return self._label_values[self._label_offsets[row] : self._label_offsets[row + 1]]
@@ -266,48 +265,22 @@ class RowGroupReader:
             ValueError: the shard is missing, truncated, or differs from the manifest; columns other
                 than the images are damaged; or a label is not one of the classes.
         """
-        manifest, number = self._manifest, int(self._manifest.row_group[group])
-        file = manifest.files[int(manifest.file_index[group])]
+        if self._cache is None:
+            return EncodedRows(*self._retried(group, lambda: self._fetched(group)))
+        file = self._manifest.files[int(self._manifest.file_index[group])]
+        number = int(self._manifest.row_group[group])
         name = f"{Path(file.path).name}-{file.bytes}-{file.crc32:08x}-{number}"
-        table = None if self._cache is None else self._cache.read(name)
-        is_whole = table is not None
-        if table is None:
-            table, is_whole = self._retried(group, lambda: self._fetched(group))
-            if is_whole and self._cache is not None:
-                self._cache.write(name, table)
-        rows = EncodedRows(table, is_whole)
-        if len(invalid := _invalid_labels(rows.labels, manifest.num_classes)):
-            row = int(np.searchsorted(rows.labels.offsets.to_numpy(), invalid[0], side="right")) - 1
-            raise ValueError(
-                f"shard {manifest.shard_location(group).path!r}, row {row} of row group "
-                f"{number} ({rows.key(row)!r}) has the label "
-                f"{rows.labels.values[invalid[0]]}, and the data set has {manifest.num_classes} "
-                f"classes, 0 to {manifest.num_classes - 1}; convert again"
-            )
-        return rows
-
-    def first_labels(self, group: int) -> NDArray[np.int32]:
-        """The first label of each image that is not dropped, -1 for an image without labels.
-
-        Only this column is read; errors as `read`.
-        """
-        labels = self.column(group, "labels")
-        if len(_invalid_labels(labels, self._manifest.num_classes)):
-            self.read(group)  # raises an error that names the image
-        offsets = labels.offsets.to_numpy()
-        first = np.full(len(labels), -1, np.int32)
-        has_any = np.diff(offsets) > 0
-        first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
-        return np.delete(first, self._manifest.dropped.get(group, []))
-
-    def keys(self, group: int) -> NDArray[np.object_]:
-        """The keys of the images that are not dropped; reads only this column, errors as `read`."""
-        keys = self.column(group, "key").to_numpy(zero_copy_only=False)
-        return np.delete(keys, self._manifest.dropped.get(group, []))
+        if (cached := self._cache.read(name)) is not None:
+            return EncodedRows(cached, is_whole=True)
+        table, is_whole = self._retried(group, lambda: self._fetched(group))
+        if is_whole:
+            self._cache.write(name, table)
+        return EncodedRows(table, is_whole)
 
     def column(self, group: int, name: str) -> pa.Array:
-        """One column of all stored rows of a row group, including dropped ones."""
-        return self._retried(group, lambda: self._table(group, [name]))[name].chunk(0)
+        """One column of the rows that are not dropped; reads nothing else, errors as `read`."""
+        table = self._retried(group, lambda: self._table(group, [name]))
+        return table[name].chunk(0).take(pa.array(self._manifest.stored_rows(group)))
 
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
         """A row group from the shard, and whether its images are known to be unchanged."""
@@ -334,24 +307,22 @@ class RowGroupReader:
             return table.append_column("image", unchecked["image"]), False
 
     def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
-        source, metadata = self._file(int(self._manifest.file_index[group]))
+        manifest, number = self._manifest, int(self._manifest.row_group[group])
+        source, metadata = self._file(int(manifest.file_index[group]))
         # A new object for each read: with `pre_buffer`, it keeps all that it has read in memory.
         file = pq.ParquetFile(
-            source, metadata=metadata, pre_buffer=True, page_checksum_verification=True
+            source, metadata=metadata, pre_buffer=True, page_checksum_verification=is_checked
         )
-        names = [
-            *names,
-            *([_INDEX] if "crc32" in names and _INDEX in file.schema_arrow.names else []),
-        ]
-        if not is_checked:
-            file = pq.ParquetFile(self._manifest.shard_location(group).open())
-        number = int(self._manifest.row_group[group])
         table = file.read_row_group(number, columns=names, use_threads=False).combine_chunks()
-        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
+        expected = int(manifest.rows[group]) + len(manifest.dropped.get(group, ()))
+        path, problem = manifest.shard_location(group).path, ""
         if len(table) != expected:
+            problem = f"{len(table)} rows and the manifest says {expected}"
+        elif "labels" in names:
+            problem = _wrong_label(table["labels"].chunk(0), manifest.num_classes)
+        if problem:
             raise ValueError(
-                f"shard {self._manifest.shard_location(group).path!r} has {len(table)} rows in row "
-                f"group {number} and the manifest says {expected}: it was changed after "
+                f"shard {path!r}, row group {number} has {problem}: it was changed after "
                 f"conversion{_ADVICE}"
             )
         return table
@@ -393,19 +364,25 @@ class RowGroupReader:
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error
 
 
-# Indices into `labels.values` of labels that are not a class.
-def _invalid_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
+def _wrong_label(labels: pa.Array, num_classes: int) -> str:
+    """Description of the first label that is not a class; empty if there is none."""
     values = labels.values.to_numpy()
-    return np.flatnonzero((values < 0) | (values >= num_classes))
+    wrong = np.flatnonzero((values < 0) | (values >= num_classes))
+    if not len(wrong):
+        return ""
+    row = int(np.searchsorted(labels.offsets.to_numpy(), wrong[0], side="right")) - 1
+    return f"in row {row} the label {values[wrong[0]]}, and the data set has {num_classes} classes"
 
 
 def first_labels(manifest: Manifest) -> Iterator[NDArray[np.int32]]:
-    """First label of every image, in the order of the rows, a file at a time.
+    """First label of every image, -1 if it has none, in the order of the rows, a file at a time.
 
     Raises:
         UnavailableError, ValueError: as `RowGroupReader.read`.
     """
-    return _by_file(manifest, RowGroupReader.first_labels)
+    for labels in _column(manifest, "labels"):
+        first = pc.list_slice(labels, 0, 1, return_fixed_size_list=True)  # null if there is none
+        yield first.flatten().fill_null(NO_LABEL).to_numpy()
 
 
 def all_first_labels(path: str) -> NDArray[np.int32]:
@@ -416,20 +393,18 @@ def all_first_labels(path: str) -> NDArray[np.int32]:
     return np.concatenate(list(first_labels(open_dataset(path))))
 
 
-def keys(manifest: Manifest) -> Iterator[NDArray[np.object_]]:
+def keys(manifest: Manifest) -> Iterator[list[str]]:
     """Key of every image, in the order of the rows, a file at a time; errors as `first_labels`."""
-    return _by_file(manifest, RowGroupReader.keys)
+    return (column.to_pylist() for column in _column(manifest, "key"))
 
 
-def _by_file(
-    manifest: Manifest, read: Callable[[RowGroupReader, int], NDArray[Any]]
-) -> Iterator[NDArray[Any]]:
+def _column(manifest: Manifest, name: str) -> Iterator[pa.Array]:
     groups = np.flatnonzero(manifest.rows)
     files = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
 
-    def read_file(groups: NDArray[np.int64]) -> NDArray[Any]:
+    def read_file(groups: NDArray[np.int64]) -> pa.Array:
         reader = RowGroupReader(manifest)
-        return np.concatenate([read(reader, group) for group in groups.tolist()])
+        return pa.concat_arrays([reader.column(group, name) for group in groups.tolist()])
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for first in range(0, len(files), _THREADS):  # bounds the results in memory

@@ -299,7 +299,7 @@ def read_batch(run: ResolvedRun, step: int) -> tuple[UInt8Array, list[dict[str, 
     for index, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
         group, row = manifest.place(sample)
         rng_key, encoded = (spec.seed, epoch, sample), batches.reader.read_group(group)
-        size, labels = encoded.size(row), encoded.labels_of(row).tolist()
+        size, labels = encoded.sizes[row], encoded.labels_of(row).tolist()
         box = draw_box(size, augmentation, rng_key)
         table.append({
             "step": step, "place": index,

@@ -253,7 +253,7 @@ def stored(manifest: Manifest) -> dict[str, tuple[bytes, str, tuple[int, int]]]:
         rows = reader.read(group)
         for at in manifest.stored_rows(group).tolist():
             (label,) = rows.labels_of(at)
-            found[rows.key(at)] = rows.image(at), manifest.classes[label], rows.size(at)
+            found[rows.key(at)] = rows.image(at), manifest.classes[label], rows.sizes[at]
     return found
 
 

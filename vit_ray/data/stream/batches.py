@@ -140,7 +140,7 @@ class BatchReader:
         stored = [manifest.place(sample)[1] for sample in samples.tolist()]
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
-        sizes = np.array([block.size(row) for block, row in zip(encoded, stored, strict=True)])
+        sizes = np.array([block.sizes[row] for block, row in zip(encoded, stored, strict=True)])
         boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
         for i, row in zip(indices.tolist(), zip(*columns, strict=True), strict=True):
@@ -160,7 +160,7 @@ class BatchReader:
             first = int(np.searchsorted(samples, bad)) + 1 if near == group else 0
             for sample in np.roll(samples, -first).tolist():
                 _, stored = manifest.place(sample)
-                box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
+                box = draw_box(encoded.sizes[stored], spec.augmentation, (spec.seed, epoch, sample))
                 if sample != bad and batch.try_row(i, encoded, epoch, near, stored, sample, box):
                     return
         raise ValueError(

@@ -1,14 +1,13 @@
 """The state of one run in the recorder's process, built from the log's records and heartbeats."""
 
 import dataclasses
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace, beats_between
 from vit_ray.tracking.metrics_log import Record
 
 # Missed heartbeats after which a worker counts as silent.
@@ -16,16 +15,6 @@ SILENT_BEATS: Final = 5
 _MAX_NAMED: Final = 4
 # Of a worker that has sent heartbeats, but not where it runs.
 _UNKNOWN: Final = WorkerPlace("an unknown host", node="", detail="", step=0)
-# Heartbeats per second of a large group; each takes 1.4 ms of CPU in the recorder's process.
-_BEATS_AT_A_TIME: Final = 128
-
-
-def beats_between(world_size: int) -> int:
-    """A rank above 0 sends a heartbeat every this many beats (seconds) of its watchdog.
-
-    Some rank of a large group still learns of a request within a second; the ranks then agree.
-    """
-    return math.ceil(world_size / _BEATS_AT_A_TIME)
 
 
 class Orders(NamedTuple):

@@ -21,16 +21,13 @@ from typing import Final
 import ray
 
 from vit_ray.measure.phases import PhaseClock
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, beats_between
 from vit_ray.tracking.recorder import Recorder
-from vit_ray.tracking.run_state import beats_between
 
-# Limit for each of the two calls that report a hang.
-HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
+# Limit for what must arrive, such as a last event: a worker without an answer ends, and its group
+# restarts.
 DELIVERY_S: Final = 120.0
-"""Limit for what must arrive, such as a last event: a worker without an answer ends, and its group
-restarts."""
 # Limit for a file that training does not depend on.
 SHOW_S: Final = 10.0
 BEAT_S: Final = 1.0
@@ -61,13 +58,11 @@ class RunLink:
     ) -> None:
         """`step_timeout_s`: longest time that a step may take."""
         self.record, self.rank, self.world_size = record, rank, world_size
-        self.watchdog = Watchdog(self, step_timeout_s)
-        self.clock = PhaseClock()
+        self.watchdog, self.clock = Watchdog(self, step_timeout_s), PhaseClock()
         self.log = record.metrics if rank == 0 else lambda step, values: None
         self.stop_reason: str | None = None
         self.is_resizing = False
         self._num_beats = rank
-        self._tracking_run_id: str | None = None
 
     def beat(self, step: int) -> None:
         """Send a heartbeat, if it is this rank's turn, and store the requests in the answer."""
@@ -104,15 +99,11 @@ class RunLink:
             threads: the calls of all threads of this process.
             step: steps completed.
         """
-        late_workers: str | None = None
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            late_workers = self.record.hanging(self.rank, self.world_size, where, HANG_REPORT_S)
-        if late_workers == "":  # another rank has reported these calls
-            return
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            cause = f" {late_workers}." if late_workers else ""
-            text = f"worker {self.rank}: {reason}.{cause} Threads of worker {self.rank}:\n{threads}"
-            self.record.event(EventKind.HUNG, text, step, HANG_REPORT_S)
+            late_workers = self.record.hanging(self.rank, self.world_size, where, REPORT_S)
+            if late_workers:  # else another rank has reported these calls
+                text = f"worker {self.rank}: {reason}. {late_workers}. Threads of this worker:"
+                self.record.event(EventKind.HUNG, f"{text}\n{threads}", step, REPORT_S)
 
     def keep_file(
         self, name: str, content: bytes, folder: str = "profile", limit_s: float = DELIVERY_S
@@ -128,11 +119,10 @@ class RunLink:
 
     def tracking_run_id(self) -> str | None:
         """MLflow's run id on rank 0, which writes it into checkpoints; None if not in time."""
-        if self.rank == 0 and self._tracking_run_id is None:
-            # Training continues while MLflow is away.
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                self._tracking_run_id = self.record.run_id(RUN_ID_S)
-        return self._tracking_run_id
+        # Training continues while MLflow is away.
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            return self.record.run_id(RUN_ID_S) if self.rank == 0 else None
+        return None
 
 
 def end_process() -> None:
@@ -185,15 +175,13 @@ class Watchdog:
 
     def start(self) -> None:
         """Start two threads: one watches, the other sends heartbeats and waits for answers."""
-        for name, work in (("watchdog", self.check), ("heartbeats", self._beat)):
+        threads = {"watchdog": self.check, "heartbeats": lambda: self._link.beat(self._step)}
+        for name, work in threads.items():
             threading.Thread(target=self._repeat, args=(work,), daemon=True, name=name).start()
 
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._stopped.wait(BEAT_S):
             work()
-
-    def _beat(self) -> None:
-        self._link.beat(self._step)
 
     def allow(self, seconds: float) -> None:
         """Set a limit from now on, instead of the present limit."""

@@ -171,7 +171,7 @@ class Saves:
         writer = CheckpointWriter(
             locate(folder), recipe.checkpoint, self._refuse, None, gather_by_own_group()
         )
-        self._saver = CheckpointSaver(job, self.engine.state, writer, link, self._run_beside)
+        self._saver = CheckpointSaver(job, self.engine, writer, link, self._run_beside)
         self.ways: dict[str, Callable[[Path], Callable[[], bool]]] = {
             OURS: self._save,
             "a copy in memory, nothing written": self._copy,

@@ -462,7 +462,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path, monkeypatch, capfd, 
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
     assert any(b"postgresql://db/mlflow" in path.read_bytes() for path in files)
     job: Any = SimpleNamespace(recipe=recipe, data_fingerprint="f", data_terms={}, init_run_id=None)
-    engine: Any = SimpleNamespace(applied_steps=0, shapes={})
+    engine: Any = SimpleNamespace(state=SimpleNamespace(applied_steps=0, shapes={}))
     assert SECRET not in str(asdict(make_position(job, engine, Progress())))
     shown = capfd.readouterr()
     assert SECRET not in shown.out + shown.err + caplog.text

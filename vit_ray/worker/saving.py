@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
@@ -21,7 +23,6 @@ from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
 from vit_ray.training.collectives import read_by_first
 from vit_ray.training.engine import DeepSpeedEngine
-from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 
@@ -41,13 +42,12 @@ def gather_by_own_group() -> Gather:
     It has a separate process group: in the training's group, the order of collectives from two
     threads would differ between ranks.
     """
-    rank, world_size, group = dist.get_rank(), dist.get_world_size(), None
-    if world_size > 1:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        return lambda part: [part]
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
 
     def gather(part: Part) -> list[Part]:
-        if group is None:
-            return [part]
         parts: list[Part] = [part] * world_size if rank == 0 else []
         try:
             dist.gather_object(part, parts or None, dst=0, group=group)
@@ -66,19 +66,17 @@ class CheckpointSaver:
     def __init__(
         self,
         job: TrainJob,
-        state: TrainingState,
+        engine: DeepSpeedEngine,
         writer: CheckpointWriter,
         link: RunLink,
         run_beside: Callable[[Callable[[], None]], object] = start_thread,
     ) -> None:
         """`run_beside`: starts a function, which does not raise, and returns at once."""
-        self._job, self._state, self._link = job, state, link
+        self._job, self._engine, self._link = job, engine, link
         self.writer, self._run_beside = writer, run_beside
-        self._written = threading.Event()
-        self._written.set()
-        # Memory of the last snapshot, for the next snapshot; None while it is being written.
-        self._memory: dict[str, torch.Tensor] | None = None
-        self._error: BaseException | None = None
+        # Results in the memory of the last snapshot, for the next snapshot.
+        self._writing = Future[dict[str, torch.Tensor] | None]()
+        self._writing.set_result(None)
 
     def save(self, progress: Progress) -> float:
         """Copy the state now and write it while training continues.
@@ -91,16 +89,20 @@ class CheckpointSaver:
         """
         start_s = time.perf_counter()
         with self._link.watchdog.paused():  # `wait_until_written` has a limit
-            self.wait_until_written()  # slow storage must not accumulate snapshots
-            position = make_position(self._job, self._state, progress)
-            memory, self._memory = self._memory, None
-            snapshot = self._state.snapshot(position, memory)
-            self._written.clear()
-            self._run_beside(lambda: self._write(snapshot))
+            memory = self.wait_until_written()  # slow storage must not accumulate snapshots
+            position = make_position(self._job, self._engine, progress)
+            snapshot = self._engine.state.snapshot(position, memory)
+            self._writing = Future()
+            self._run_beside(partial(self._write, snapshot, self._writing))
         return time.perf_counter() - start_s
 
-    def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+    def wait_until_written(
+        self, timeout_s: float = WRITE_TIMEOUT_S
+    ) -> dict[str, torch.Tensor] | None:
         """Wait until this rank's part of the last checkpoint is written; warns once a minute.
+
+        Returns:
+            The memory of its snapshot, which may now be overwritten.
 
         Raises:
             UnrecoverableError: as `check`.
@@ -108,13 +110,14 @@ class CheckpointSaver:
             TimeoutError: the storage does not answer.
         """
         start_s, folder = time.monotonic(), self._job.recipe.run_folder
-        while not self._written.wait(REMIND_S):
+        while wait([self._writing], REMIND_S).not_done:
             waited_s = time.monotonic() - start_s
             text = f"{folder}: waiting for the previous checkpoint for {waited_s:.0f} s"
             self._link.record.event(EventKind.STORAGE_SLOW, text, 0)
             if waited_s > timeout_s:
                 raise TimeoutError(text)
         self.check()
+        return self._writing.result()
 
     def check(self) -> None:
         """Raise the error that ended the writing, if any; does not wait.
@@ -124,21 +127,20 @@ class CheckpointSaver:
                 driver has taken over the run.
             RuntimeError: some rank has died or is late.
         """
-        if isinstance(self._error, OSError | LockLostError):
-            raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
-        if self._error is not None:
-            raise self._error  # the next group of workers can save again
+        error = self._writing.exception() if self._writing.done() else None
+        if isinstance(error, OSError | LockLostError):
+            raise UnrecoverableError(str(error), is_agreed=False) from error
+        if error is not None:
+            raise error  # the next group of workers can save again
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, writing: Future[dict[str, torch.Tensor] | None]) -> None:
         try:
             run_id = self._link.tracking_run_id()  # takes up to `RUN_ID_S`
             position = replace(snapshot.position, tracking_run_id=run_id)
             self.writer.write(replace(snapshot, position=position))
+            writing.set_result(snapshot.memory)
         except Exception as error:  # the next `check` raises it
-            self._error = error
-        finally:
-            self._memory = snapshot.memory
-            self._written.set()
+            writing.set_exception(error)
 
 
 def check_folder_is_shared(job: TrainJob, node: str) -> None:
@@ -156,17 +158,17 @@ def check_folder_is_shared(job: TrainJob, node: str) -> None:
         )
 
 
-def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Position:
+def make_position(job: TrainJob, engine: DeepSpeedEngine, progress: Progress) -> Position:
     """A copy of the run's present position, without MLflow's run id, for which training does not
     wait.
     """
     batch = job.recipe.train.global_batch_size
     return Position(
         progress=deepcopy(progress),
-        applied_steps=state.applied_steps,
+        applied_steps=engine.state.applied_steps,
         samples_seen=progress.step * batch,
         global_batch_size=batch,
-        shapes=state.shapes,
+        shapes=engine.state.shapes,
         recipe=job.recipe.recorded(),
         data_fingerprint=job.data_fingerprint,
         data_terms=dict(job.data_terms),

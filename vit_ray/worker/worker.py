@@ -140,7 +140,7 @@ def set_up_attempt(
         engine,
         batches,
         Evaluator(job, engine, streams, link),
-        CheckpointSaver(job, engine.state, writer, link),
+        CheckpointSaver(job, engine, writer, link),
         progress,
     )
 

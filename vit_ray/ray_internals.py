@@ -5,6 +5,7 @@ these parameters. Names are imported on first use, so that a task that reads dat
 Ray Train.
 """
 
+import functools
 import importlib
 import math
 import re
@@ -118,8 +119,6 @@ INTERNALS: Final = (
         {"": ("address", "options", "asynchronous", "credentials")},
     ),
 )  # fmt: skip
-# A request of clients before they join a cluster; its message is empty.
-_CLUSTER_ID_REQUEST: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
 
 
@@ -132,15 +131,14 @@ def __getattr__(name: str) -> Any:
 
 def preemption_notice() -> Any:
     """Ray Train's notice for this worker's group, without waiting for the other workers."""
-    module = importlib.import_module(_MODULES["get_train_context"])
-    return module.get_train_context().preemption_context.preemption_info
+    return __getattr__("get_train_context")().preemption_context.preemption_info
 
 
 def near_by() -> Any:
     """A strategy that runs tasks on this process's node first, and on others while it is full."""
-    strategy = importlib.import_module("ray.util.scheduling_strategies")
     here = ray.get_runtime_context().get_node_id()
-    return strategy.NodeAffinitySchedulingStrategy(here, soft=True, _spill_on_unavailable=True)
+    strategy = __getattr__("NodeAffinitySchedulingStrategy")
+    return strategy(here, soft=True, _spill_on_unavailable=True)
 
 
 def operators_of(executor: Any) -> Any:
@@ -176,8 +174,8 @@ def without_retry_note(text: str) -> str:
 
 def has_auth_token() -> bool:
     """Whether this machine or environment has a token, in any authentication mode."""
-    raylet = importlib.import_module("ray._raylet")
-    return bool(raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+    loader = __getattr__("AuthenticationTokenLoader").instance()
+    return bool(loader.has_token(ignore_auth_mode=True))
 
 
 def token_problem(address: str, timeout_s: float) -> str | None:
@@ -187,10 +185,11 @@ def token_problem(address: str, timeout_s: float) -> str | None:
         ConnectionError: no Ray cluster answers there.
     """
     grpc = importlib.import_module("grpc")
-    connect = importlib.import_module(_MODULES["init_grpc_channel"]).init_grpc_channel
+    connect = __getattr__("init_grpc_channel")
     with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # Ray's own options
+        # A request of clients before they join a cluster; its message is empty.
+        request = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
-            request = channel.unary_unary(_CLUSTER_ID_REQUEST)
             request(b"", timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
@@ -202,15 +201,14 @@ def token_problem(address: str, timeout_s: float) -> str | None:
 
 def reload_ray_config() -> None:
     """Apply `RAY_*` variables that were set after Ray was imported."""
-    importlib.import_module("ray._raylet").Config.initialize("")
+    __getattr__("Config").initialize("")
 
 
 def keep_no_dataset_statistics() -> None:
     """Turn off the dashboard's statistics of Ray Data sets that this process executes."""
-    manager = importlib.import_module(_MODULES["_StatsManager"])._StatsManager
     methods = next(i for i in INTERNALS if i.name == "_StatsManager").parameters
     for name in methods:
-        setattr(manager, name, staticmethod(lambda *_, **__: None))
+        setattr(__getattr__("_StatsManager"), name, staticmethod(lambda *_, **__: None))
 
 
 def start_data_actors() -> None:
@@ -219,8 +217,8 @@ def start_data_actors() -> None:
     An autoscaler never removes the node on which they run, and such a node waits for them in vain
     when it ends. So it should be the driver's node, which is the head by default.
     """
-    for name in ("get_or_create_autoscaling_coordinator", "get_or_create_stats_actor"):
-        getattr(importlib.import_module(_MODULES[name]), name)()
+    __getattr__("get_or_create_autoscaling_coordinator")()
+    __getattr__("get_or_create_stats_actor")()
 
 
 def give_datasets(share: float, reserved_cpus: float) -> None:
@@ -231,33 +229,29 @@ def give_datasets(share: float, reserved_cpus: float) -> None:
             Data's own limits.
         reserved_cpus: CPUs of the cluster that are not for data.
     """
+    autoscaler: Any = __getattr__("RateBasedClusterAutoscaler")
+    if not hasattr(autoscaler, "_plain_total"):
+        autoscaler._plain_total = autoscaler.get_total_resources
+    autoscaler.get_total_resources = autoscaler._plain_total
+    if share < 1:
+        autoscaler.get_total_resources = lambda _: _data_limits(
+            share, reserved_cpus, time.monotonic() // _COUNT_AGE_S
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _data_limits(share: float, reserved_cpus: float, _period: float) -> Any:
     from ray.data import ExecutionResources
 
-    module = importlib.import_module(_MODULES["RateBasedClusterAutoscaler"])
-    autoscaler: Any = module.RateBasedClusterAutoscaler
-    original = autoscaler.__dict__.get("_plain_total", autoscaler.get_total_resources)
-    autoscaler._plain_total = original
-    if share == 1:
-        autoscaler.get_total_resources = original
-        return
-    last_count: list[tuple[float, Any]] = []
-
-    def get_total_resources(_: Any) -> Any:
-        now = time.monotonic()
-        if not last_count or now - last_count[0][0] > _COUNT_AGE_S:
-            total = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            # The object store of this process's node, on which most blocks are made.
-            here = ray.get_runtime_context().get_node_id()
-            node_store = next(
-                (n["Resources"].get("object_store_memory", 0.0) for n in ray.nodes()  # type: ignore[no-untyped-call]
-                 if n["NodeID"] == here), math.inf,
-            )  # fmt: skip
-            limits = ExecutionResources(
-                cpu=share * max(0.0, total.get("CPU", 0.0) - reserved_cpus),
-                object_store_memory=min(share * total.get("object_store_memory", 0.0), node_store),
-                memory=share * total.get("memory", 0.0),
-            )
-            last_count[:] = [(now, limits)]
-        return last_count[0][1]
-
-    autoscaler.get_total_resources = get_total_resources
+    total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    # The object store of this process's node, on which most blocks are made.
+    here = ray.get_runtime_context().get_node_id()
+    node_store = next(
+        (n["Resources"].get("object_store_memory", 0.0) for n in ray.nodes()  # type: ignore[no-untyped-call]
+         if n["NodeID"] == here), math.inf,
+    )  # fmt: skip
+    return ExecutionResources(
+        cpu=share * max(0.0, total.get("CPU", 0.0) - reserved_cpus),
+        object_store_memory=min(share * total.get("object_store_memory", 0.0), node_store),
+        memory=share * total.get("memory", 0.0),
+    )

@@ -1,4 +1,4 @@
-"""JPEG files: lost data, restart markers that lose nothing, bit-equal crops of a part."""
+"""JPEG files: restart markers that lose nothing, bit-equal crops of a part."""
 
 import io
 import logging
@@ -18,11 +18,8 @@ from sklearn.datasets import load_sample_images
 
 from tests.data.made_up import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture, saved
-from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import libjpeg_process, restart_markers
-from vit_ray.data.convert.checks import checked
-from vit_ray.data.jpeg import has_zeroed_data, header_segments, read_frame
-from vit_ray.data.libjpeg_process import WARNINGS
+from vit_ray.data.jpeg import header_segments
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 from vit_ray.data.restart_markers import (
     Libjpeg,
@@ -32,7 +29,6 @@ from vit_ray.data.restart_markers import (
 
 NUM_CRAFTED = int(os.environ.get("FUZZ_ROUNDS", "200"))
 CHINA, FLOWER = load_sample_images().images
-CONFIG = ConvertConfig(source="a", destination="b")
 
 
 def without(image: bytes, marker: int) -> bytes:
@@ -240,30 +236,3 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tm
         helper.write_text(others)
         with pytest.raises(OSError, match=r"killed 3 times, or did not answer"):
             with_restart_markers(image, Libjpeg(""))
-
-
-def with_lost_sector(image: bytes) -> bytes:
-    """512 zeros in its coded data, at the first place where libjpeg sees nothing of them."""
-    libjpeg, frame = restart_writer(), read_frame(image)
-    for at in range(frame.scan_at + 1000, len(image) - 1000, 97):
-        damaged = image[:at] + bytes(512) + image[at + 512 :]
-        if libjpeg.ask(WARNINGS, damaged) == b"":
-            return damaged
-    raise AssertionError("libjpeg sees them everywhere")
-
-
-def test_a_lost_sector_that_libjpeg_does_not_see_is_counted():
-    whole = encoded(CHINA, quality=90)
-    assert not has_zeroed_data(whole)
-    damaged = with_lost_sector(whole)
-    row = checked(damaged, "key", (0,), CONFIG, restart_writer())
-    assert (row.image, row.damage) == (damaged, "zeros stand in the place of coded data")
-    strict = CONFIG.model_copy(update={"damaged": "reject"})
-    with pytest.raises(ValueError, match="it is damaged: zeros stand in the place of coded data"):
-        checked(damaged, "key", (0,), strict, restart_writer())
-
-
-def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros():
-    image = encoded(np.full((3000, 4000, 3), (10, 200, 30), np.uint8), optimize=True)
-    assert bytes(64) in image
-    assert checked(image, "key", (0,), CONFIG, restart_writer()).damage == ""

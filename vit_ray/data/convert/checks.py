@@ -42,7 +42,7 @@ from vit_ray.data.dataset import (
     STAGING_FOLDER,
 )
 from vit_ray.data.images import TURNS, decode, is_hidden, open_image, orientation_of
-from vit_ray.data.jpeg import START, encode_jpeg, has_zeroed_data, num_scans, size_of_jpeg
+from vit_ray.data.jpeg import START, encode_jpeg, num_scans, size_of_jpeg
 from vit_ray.data.libjpeg_process import WARNINGS
 from vit_ray.data.restart_markers import Libjpeg, restart_writer, with_restart_markers
 from vit_ray.data.shard_writer import EncodedImage
@@ -180,14 +180,13 @@ def checked(
     is_over = size is not None and size[0] * size[1] > config.max_pixels
     orientation = orientation_of(image) if config.apply_orientation else 1
     keeps_pixels = orientation == 1 and not is_over and not _is_too_large(jpeg_size, config)
-    is_zeroed = has_zeroed_data(image)
     indexed = None
     # To add restart markers, libjpeg reads the whole file, and fails or warns if it is damaged.
-    if writer is not None and keeps_pixels and not is_zeroed:
+    if writer is not None and keeps_pixels:
         indexed = with_restart_markers(image, writer)
     if indexed is None:
         # Before the check of the size: a header without data may declare any size.
-        damage = _damage_of(image, libjpeg, config, is_zeroed=is_zeroed)
+        damage = _damage_of(image, libjpeg, config)
         if is_over and size is not None:
             raise ValueError(
                 f"it has {size[1]} x {size[0]} pixels, more than "
@@ -220,9 +219,7 @@ def checked(
     )  # fmt: skip
 
 
-def _damage_of(
-    image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig, *, is_zeroed: bool
-) -> str:
+def _damage_of(image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig) -> str:
     """libjpeg's warnings when it decodes a JPEG file; empty if there are none.
 
     Raises:
@@ -232,7 +229,6 @@ def _damage_of(
         return ""
     warnings = libjpeg.ask(WARNINGS, image)
     lines = ["libjpeg cannot read it"] if warnings is None else warnings.decode().splitlines()
-    lines += ["zeros stand in the place of coded data"] * is_zeroed
     damage = "; ".join(lines)
     ends_early = "premature end" in damage.lower()
     if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.result import finish, header, machine
-from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.train import print_result
+from vit_ray.commands.trainings import print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.convert.checks import convert_of
 from vit_ray.data.convert.conversion import convert

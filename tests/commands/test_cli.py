@@ -17,10 +17,9 @@ from scipy.stats import binomtest
 from tests.commands.command_line import run_cli
 from tests.data.pictures import jpeg
 from vit_ray import own_parts
-from vit_ray.commands import cli, train
-from vit_ray.commands.experiments import print_sweep
+from vit_ray.commands import cli, trainings
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.train import print_metrics, print_result
+from vit_ray.commands.trainings import print_metrics, print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import all_keys, keys_below
 from vit_ray.experiments.search_space import RATE
@@ -163,11 +162,11 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
 
 
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr(run, "evaluated", lambda _: RunResult(None, "a", 1, 1, {}, ""))
+    monkeypatch.setattr(run, "evaluate", lambda _: RunResult(None, "a", 1, 1, {}, ""))
     rows, best = [{"row": "ours"}, {"row": "paper"}], Outcome(TrialState.FINISHED, top1=0.9)
     for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
-        monkeypatch.setattr(train, "evaluation_table", lambda *_, table=table: table)
-        train.evaluate(Recipe(name="a"))
+        monkeypatch.setattr(trainings, "evaluation_table", lambda *_, table=table: table)
+        trainings.evaluate(Recipe(name="a"))
         assert ("the paper's" in capsys.readouterr().out) is is_shown
         result = SweepResult([Row({RATE: 0.1}, best)], {RATE: 0.1}, [best])
         print_sweep(replace(result, beside_paper=table))

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants
 from tests.commands.command_line import run_cli
 from tests.data.converting import run_in_this_process
 from tests.data.pictures import encoded, picture
-from vit_ray.commands import datasets, train
+from vit_ray.commands import datasets, trainings
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.connection import ClusterShape
@@ -139,7 +139,7 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     plain, recipe = load_recipe("OTHER.yaml"), load_recipe("images.yaml")
     assert (plain.init_from, plain.name, recipe.name) == (None, "images", "images-tuned")
     assert (recipe.init_from, recipe.model.name) == (WEIGHTS, "ViT-B/16")
-    monkeypatch.setattr(train, "finetune", lambda recipe: 3)
+    monkeypatch.setattr(trainings, "finetune", lambda recipe: 3)
     assert run_cli("start", "images").exit_code == 3
 
 
@@ -163,7 +163,7 @@ def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders
 
 def test_start_converts_every_split_and_trains_for_a_first_look(here, monkeypatch):
     trained: list[Recipe] = []
-    monkeypatch.setattr(train, "pretrain", lambda recipe: trained.append(recipe) or 3)
+    monkeypatch.setattr(trainings, "pretrain", lambda recipe: trained.append(recipe) or 3)
     for split, count in (("train", 40), ("test", 5)):
         write_images(here / "images" / split, 3, count, 40, 60)
     done = run_cli("start", "images")

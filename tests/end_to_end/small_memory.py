@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import torch
 
-from vit_ray.commands.train import print_result
+from vit_ray.commands.trainings import print_result
 from vit_ray.config import load_recipe
 from vit_ray.launch.run import train
 from vit_ray.training.engine import DeepSpeedEngine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.data.converting import run_in_this_process
-from vit_ray.commands import experiments
-from vit_ray.commands.experiments import run_quickstart
+from vit_ray.commands import trainings
+from vit_ray.commands.trainings import run_quickstart
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
@@ -26,14 +26,14 @@ def _shorter(recipe: str, changes: Mapping[str, Any]) -> Recipe:
 def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     ray_cluster, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(experiments, "load_recipe", _shorter)
+    monkeypatch.setattr(trainings, "load_recipe", _shorter)
     recipe = load_recipe("digits").with_changes(
         output=str(tmp_path / "runs"),
         data={"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")},
         optim={"epochs": 12},
         tracking={"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"},
     )
-    assert run_quickstart(recipe) == 0
+    run_quickstart(recipe)
     first = capsys.readouterr().out
     accuracy = re.search(r"top-1 accuracy +\S +([0-9.]+)%", first)
     assert accuracy is not None
@@ -48,7 +48,7 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert (
         len(made) >= 5
     )  # of the pre-training, two trials, the retraining and the one from scratch
-    assert run_quickstart(recipe) == 0
+    run_quickstart(recipe)
     second = capsys.readouterr().out
     assert second.count("it was complete before") == 2
     assert _tables(second) == _tables(first)
@@ -56,13 +56,13 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
 
 
 def test_a_conversion_that_was_interrupted_is_completed(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments, "connect", lambda _: None)
-    monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 3)
+    monkeypatch.setattr(trainings, "connect", lambda _: None)
+    monkeypatch.setattr(trainings, "_train_and_compare", lambda *_: None)
     run_in_this_process(monkeypatch)
     sets = {"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")}
     (tmp_path / "train" / "_staging").mkdir(parents=True)
     recipe = load_recipe("digits").with_changes(output=str(tmp_path / "runs"), data=sets)
-    assert run_quickstart(recipe) == 3
+    run_quickstart(recipe)
     assert [open_dataset(one).num_images for one in sets.values()] == [1497, 300]
 
 
@@ -93,11 +93,11 @@ def test_the_digits_are_written_in_a_home_and_for_a_store_in_a_temporary_folder(
         counts.append(len(list(sources[-1].rglob("*.png"))))
         return SimpleNamespace(num_images=counts[-1], num_shards=1)
 
-    monkeypatch.setattr(experiments, "convert", convert)
-    monkeypatch.setattr(experiments, "connect", lambda _: None)
-    monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 0)
+    monkeypatch.setattr(trainings, "convert", convert)
+    monkeypatch.setattr(trainings, "connect", lambda _: None)
+    monkeypatch.setattr(trainings, "_train_and_compare", lambda *_: None)
     changes = {"output": output, "data.train": "~/train", "data.eval": "~/test"}
-    assert run_quickstart(load_recipe("digits", changes)) == 0
+    run_quickstart(load_recipe("digits", changes))
     assert counts == [1497, 300]
     assert sources[0].exists() == bool(place)
     assert not place or sources[0] == tmp_path / place / "digits_images" / "train"

@@ -13,8 +13,8 @@ from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree, trained, with_steps
 from tests.experiments.trials_here import Calls, in_process, parent_of
-from vit_ray.commands.experiments import print_study
 from vit_ray.commands.tracking_store import report
+from vit_ray.commands.trainings import print_study
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.keys import tags_of

@@ -13,7 +13,7 @@ from tests.data.small_sets import keys_of, write_set
 from tests.experiments.trials_here import in_process, parent_of, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
-from vit_ray.commands import experiments
+from vit_ray.commands import trainings
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.experiments import sweep, vtab
@@ -104,8 +104,8 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert (pets["ours, top-1 %"], pets["paper: ViT-H/14 (JFT) %"]) == (50.0, 97.2)
     assert pets["label"] == "proxy"  # of 8 images, not of 1,000
     assert (absent["label"], absent["note"]) == ("", "absent: no converted data")
-    monkeypatch.setattr(experiments, "run_vtab", lambda _: result)
-    assert experiments.vtab(recipe_with("v")) == 1
+    monkeypatch.setattr(trainings, "run_vtab", lambda _: result)
+    assert trainings.vtab(recipe_with("v")) == 1
     assert "absent" in capsys.readouterr().out
 
 

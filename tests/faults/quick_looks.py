@@ -5,7 +5,7 @@ python -m tests.faults.quick_looks RECIPE
 
 import sys
 
-from vit_ray.commands.train import print_result
+from vit_ray.commands.trainings import print_result
 from vit_ray.config import load_recipe
 from vit_ray.launch import workers
 from vit_ray.launch.run import train

@@ -106,7 +106,7 @@ _ALL = (
     Command(
         "pretrain",
         "Pre-train a model on a converted data set, or continue a run of the same name.",
-        "vit_ray.commands.train:pretrain",
+        "vit_ray.commands.trainings:pretrain",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits optim.learning_rate=3e-4 --dry-run",
         "vit_ray.commands.plan:describe_training",
@@ -116,7 +116,7 @@ _ALL = (
     Command(
         "finetune",
         "Fine-tune the weights in init_from: new zero head, resized positions.",
-        "vit_ray.commands.train:finetune",
+        "vit_ray.commands.trainings:finetune",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "finetune/pets init_from=hf://google/vit-base-patch16-224-in21k data.train=data/pets/train",
         "vit_ray.commands.plan:describe_training",
@@ -127,7 +127,7 @@ _ALL = (
         "evaluate",
         "Accuracy of the weights in init_from on data.eval, also per class, and few-shot accuracy; "
         "ReaL, ObjectNet and others with `benchmark`.",
-        "vit_ray.commands.train:evaluate",
+        "vit_ray.commands.trainings:evaluate",
         (
             "name", "seed", "output", *_WEIGHTS, "benchmark", "paper", "model", "data", "train",
             "evaluate", "workers", "tracking", "storage",
@@ -141,7 +141,7 @@ _ALL = (
     Command(
         "sweep",
         "Fine-tune over a grid of learning rates, select on a dev split, retrain on all data.",
-        "vit_ray.commands.experiments:sweep",
+        "vit_ray.commands.trainings:sweep",
         ("sweep", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
         "vit_ray.commands.plan:describe_sweep",
@@ -152,7 +152,7 @@ _ALL = (
         "vtab",
         "Fine-tune on the tasks of VTAB-1k that have data: group means, next to the paper's Table "
         "9.",
-        "vit_ray.commands.experiments:vtab",
+        "vit_ray.commands.trainings:vtab",
         ("vtab", "sweep", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
         "vit_ray.commands.plan:describe_vtab",
@@ -163,7 +163,7 @@ _ALL = (
         "scaling_study",
         "Pre-train and few-shot evaluate a grid of models, data sizes, lengths and seeds in "
         "parallel; finished cells are not repeated.",
-        "vit_ray.commands.experiments:study",
+        "vit_ray.commands.trainings:study",
         ("study", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "study_digits --dry-run",
         "vit_ray.commands.plan:describe_study",
@@ -209,7 +209,7 @@ _ALL = (
     Command(
         "quickstart",
         "Convert, pre-train, sweep and report on handwritten digits.",
-        "vit_ray.commands.experiments:run_quickstart",
+        "vit_ray.commands.trainings:run_quickstart",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits",
         "vit_ray.commands.plan:describe_training",

@@ -101,7 +101,7 @@ def _print_counts(table: pa.Table) -> int:
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
     print(_line(f"{counts.total():,} images{classes and f': {classes}'}{bad}"), file=sys.stderr)
     if num_compared := len(expected) - expected.null_count:
-        from vit_ray.commands.train import interval_note  # imports Ray
+        from vit_ray.commands.trainings import interval_note  # imports Ray
 
         right = pc.sum(pc.equal(names, expected)).as_py()
         note = f"{right:,} right, {num_compared - right:,} wrong: {right / num_compared:.2%}"
@@ -183,7 +183,7 @@ def _checked(outputs: Sequence[str]) -> list[Location]:
             raise ValueError(f"--out {output} exists already, or is given twice; name another file")
         folder = Location(file.protocol, file.path.rpartition("/")[0])
         if not file.is_local:  # a bucket refuses an upload only at its end
-            from vit_ray.launch.prepared_run import check_rights  # imports Ray
+            from vit_ray.launch.run import check_rights  # imports Ray
 
             check_rights(folder)
         elif not os.access(f"{folder.path}/.", os.W_OK):

@@ -197,7 +197,7 @@ def inspect(recipe: Recipe) -> int:
         )
     target.refuse_file_in_its_place("inspect.path")
     # Wrong keys are reported first: Ray, matplotlib and scikit-learn take seconds.
-    from vit_ray.commands.train import print_link
+    from vit_ray.commands.trainings import print_link
     from vit_ray.evaluation.inspection import inspect_model
     from vit_ray.launch.run_record import trained_params
 

@@ -125,7 +125,8 @@ class Libjpeg:
 
     def __init__(self, path: str) -> None:
         self._lib = ctypes.CDLL(path)
-        self._free = ctypes.CDLL(None).free
+        self._free, self._compare = ctypes.CDLL(None).free, ctypes.CDLL(None).memcmp
+        self._compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._lib.jpeg_std_error.restype = ctypes.POINTER(_Errors)
         self._lib.jpeg_read_coefficients.restype = ctypes.POINTER(ctypes.c_void_p)
         self._lib.jpeg_alloc_huff_table.restype = ctypes.POINTER(_Table)
@@ -220,26 +221,36 @@ class Libjpeg:
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
         """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
-        parts = _parts(written, self._lib.jpeg_read_coefficients(ctypes.byref(written)))
-        pairs = zip(parts, _parts(source, coefficients), strict=True)
-        is_equal = not self._warnings and all(part == original for part, original in pairs)
+        rows = _rows(written, self._lib.jpeg_read_coefficients(ctypes.byref(written)))
+        is_equal = (
+            not self._warnings
+            and _frame(written) == _frame(source)
+            and all(
+                self._compare(address, original, size) == 0
+                for (address, size), (original, _) in zip(
+                    rows, _rows(source, coefficients), strict=True
+                )
+            )
+        )
         self._lib.jpeg_destroy(ctypes.byref(written))
         return is_equal
 
 
-def _parts(file: Any, coefficients: Any) -> Iterator[Any]:
-    """All that decides the pixels: size and colours, and then the blocks of each row.
-
-    Blocks that pad the last MCUs do not count.
-    """
+def _frame(file: Any) -> tuple[Any, ...]:
+    """All that decides the pixels, except for the coefficients."""
     components = [file.components[number] for number in range(file.num_components)]
     tables = [(c.id, c.across, c.down, bytes(c.quantization.contents)) for c in components]
-    yield tuple(file.size), file.color_space, tables
+    return tuple(file.size), file.color_space, tables
+
+
+def _rows(file: Any, coefficients: Any) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each row of blocks, without the blocks that pad the last MCUs."""
     access, address = file.memory.contents.access_virt_barray, ctypes.addressof(file)
-    for number, component in enumerate(components):
+    for number in range(file.num_components):
+        component, blocks = file.components[number], coefficients[number]
+        size = component.width_in_blocks * _BLOCK_BYTES
         for row in range(component.height_in_blocks):
-            blocks = access(address, coefficients[number], row, 1, 0)
-            yield ctypes.string_at(blocks[0], component.width_in_blocks * _BLOCK_BYTES)
+            yield access(address, blocks, row, 1, 0)[0], size
 
 
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:

@@ -12,10 +12,10 @@ import functools
 import logging
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg import START, decode_jpeg, is_front, metadata_of, read_frame
+from vit_ray.data.jpeg import END, START, decode_jpeg, is_front, metadata_of, read_frame
 from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 from vit_ray.data.restart_index import StoredImage, index_segments, interval_for
 
@@ -40,7 +40,6 @@ _END_OR_METADATA: Final = re.compile(rb"\xff[\xd9\xe0-\xef\xfe]")
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
 # Wall clock, generous: the helper itself limits the CPU time of a file.
 _ANSWER_WITHIN_S: Final = 300.0
-_ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
     "ffd8ffdb004300" + "01" * 64 + "ffc0000b080001000101011100ffc4001400010000000000000000000000"
@@ -59,13 +58,9 @@ _SIGNALS_OF_FILES: Final = (
 
 
 class Libjpeg:
-    """libjpeg in a separate process, which is started again after it has ended.
-
-    `name` differs between versions of libjpeg that write different bytes.
-    """
+    """libjpeg in a separate process, which is started again after it has ended."""
 
     def __init__(self, library: str) -> None:
-        self.name = Path(library).name
         self._command = [sys.executable, "-I", "-S", str(_HELPER), library]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -90,22 +85,16 @@ class Libjpeg:
 
     def _answer(self, request: bytes) -> bytes:
         if self._process is None:
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-            )
-        requests, answers = self._process.stdin, self._process.stdout
-        assert requests is not None
-        assert answers is not None
-        limit = threading.Timer(_ANSWER_WITHIN_S, self._process.kill)
-        limit.start()
-        try:
-            requests.write(request)
-            requests.flush()
-            (length,) = ANSWER.unpack(answers.read(ANSWER.size))
-            content = answers.read(length)
-        finally:
-            limit.cancel()
+            self._socket, theirs = socket.socketpair()
+            self._socket.settimeout(_ANSWER_WITHIN_S)
+            self._answers = self._socket.makefile("rb")
+            with theirs:
+                self._process = subprocess.Popen(
+                    self._command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL
+                )
+        self._socket.sendall(request)
+        (length,) = ANSWER.unpack(self._answers.read(ANSWER.size))
+        content = self._answers.read(length)
         if len(content) < length:
             raise EOFError
         return content
@@ -115,12 +104,10 @@ class Libjpeg:
         if self._process is None:
             return 0
         process, self._process = self._process, None
-        try:
-            process.communicate(timeout=_ENDS_WITHIN_S)  # closes its input
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()  # no limit: the process has been killed
-        return process.returncode
+        self._answers.close()
+        self._socket.close()
+        process.kill()  # does not change the status of a process that has ended
+        return process.wait()  # no limit: the process has been killed
 
 
 @functools.cache
@@ -151,12 +138,11 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> StoredImage | None:
     if frame is None or frame.height * frame.width > _MAX_PIXELS:
         return None
     # The first 0xff 0xd9 in coded data is the end of the picture; a second picture may follow.
-    marker = _END_OR_METADATA.search(image, frame.scan_at)
-    if marker is None or marker[0] != b"\xff\xd9" or marker.end() != len(image):
+    marker, metadata = _END_OR_METADATA.search(image, frame.scan_at), metadata_of(image)
+    if marker is None or marker.start() != len(image) - len(END):
         return None
-    metadata = metadata_of(image)
-    # libjpeg writes JFIF and Adobe segments of its own, without extras such as a thumbnail.
-    if any(len(s) != _FRONT_BYTES[s[1]] for s in metadata if is_front(s)):
+    # JFIF and Adobe segments with extras, such as a thumbnail, are unusual.
+    if any(len(segment) != _FRONT_BYTES[segment[1]] for segment in metadata if is_front(segment)):
         return None
     interval = interval_for(frame, _SEGMENT_PIXELS)
     # Optimized tables if the file's own have no room for missing codes.
@@ -169,12 +155,11 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> StoredImage | None:
         pixels, expected = decode_jpeg(rewritten), decode_jpeg(image)
         if pixels is None or expected is None or not np.array_equal(pixels, expected):
             return None
-    # libjpeg has written segments of JFIF and Adobe of its own, and no others.
-    fronts = metadata_of(rewritten)
-    end = len(START) + sum(map(len, fronts))
-    written = {segment[1] for segment in fronts}
-    others = [s for s in metadata if not (is_front(s) and s[1] in written)]
-    rewritten = b"".join((rewritten[:end], *others, rewritten[end:]))
+    # The original's segments, JFIF's and Adobe's first, replace those that libjpeg has written.
+    tables_at = len(START) + sum(map(len, metadata_of(rewritten)))
+    fronts = {segment[1]: segment for segment in metadata if is_front(segment)}
+    segments = [fronts[kind] for kind in sorted(fronts)] + [s for s in metadata if not is_front(s)]
+    rewritten = b"".join((START, *segments, rewritten[tables_at:]))
     index = index_segments(rewritten)
     size = frame.height, frame.width
     return None if index is None else StoredImage(rewritten, size, index)

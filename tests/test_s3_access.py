@@ -16,7 +16,7 @@ from tests.ports import free_ports
 from vit_ray import storage
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.launch.prepared_run import check_rights
+from vit_ray.launch.run import check_rights
 from vit_ray.storage import Location, check_reachable, locate
 
 Configure = Callable[..., None]

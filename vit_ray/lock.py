@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import re
+import sys
 import threading
 import time
 import uuid
@@ -59,8 +60,14 @@ class LockLostError(RuntimeError):
     """Another process has taken over the folder; this one must not write there."""
 
 
+def end_process(reason: str) -> None:
+    """End this process: two drivers of one run would mix their checkpoints."""
+    print(f"error: {reason}; this driver ends", file=sys.stderr, flush=True)
+    os._exit(1)  # Ray ends this driver's workers
+
+
 @contextmanager
-def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]:
+def hold_lock(folder: Location, on_lost: Callable[[str], None] = end_process) -> Iterator[int]:
     """Hold `folder` inside this block; yields the fencing token for `check_lock`.
 
     Args:

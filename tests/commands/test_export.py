@@ -33,8 +33,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.crops import crop_of
 from vit_ray.launch.model_card import image_processor
-from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.resolved_run import check_weights, resolve_run
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")
@@ -223,7 +222,7 @@ def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(
     path = export_to(tmp_path, run, "vit_ray")
     test = write_set(tmp_path / "test", [(f"t{index}", [index]) for index in range(5)], CLASSES)
     evaluated = tiny_recipe(tmp_path, init_from=str(run), data={"eval": test.path})
-    check_weights(PreparedRun("evaluate", resolve_run(evaluated, needs_train=False)))
+    check_weights(resolve_run(evaluated, needs_train=False), "evaluate")
     again = small_model("ViT")
     load_weights(again, path)
     assert torch.equal(again(some_images()), model(some_images()))

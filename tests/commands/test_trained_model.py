@@ -30,7 +30,8 @@ from vit_ray.checkpoints.init_weights import open_weights, planned_load, publish
 from vit_ray.commands.trained_model import export, inspect, load_trained_model, read_images
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
+from vit_ray.launch.resolved_run import NEW_HEAD, Kind, ResolvedRun, resolve_evaluation
+from vit_ray.launch.run import prepared_training
 from vit_ray.models import build_model
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
@@ -258,18 +259,18 @@ def test_a_published_vit_goes_through_every_command(layout, tmp_path):
         with torch.no_grad():
             return model(normalize(pixels, torch.float32)).double()
 
-    def loaded_by(prepared: PreparedRun) -> torch.nn.Module:
+    def loaded_by(run: ResolvedRun, kind: Kind) -> torch.nn.Module:
         """The model as a worker builds it."""
-        model = build_objective(prepared.recipe, prepared.num_classes).eval()
-        open_weights(str(prepared.recipe.init_from)).load_into(model, prepared.new_head)
+        model = build_objective(run.recipe, run.num_classes).eval()
+        open_weights(str(run.recipe.init_from)).load_into(model, NEW_HEAD[kind])
         return model
 
-    evaluated = prepare_evaluation(recipe)
-    assert relative_difference(logits(loaded_by(evaluated)), expected) < 1e-4
+    evaluated = resolve_evaluation(recipe)
+    assert relative_difference(logits(loaded_by(evaluated, "evaluate")), expected) < 1e-4
     inspected, *_ = load_trained_model(recipe, None)
     assert relative_difference(logits(inspected), expected) < 1e-4
     with prepared_training(recipe, "finetune") as finetuning:
-        tuned = loaded_by(finetuning)
+        tuned = loaded_by(finetuning.resolved, "finetune")
     assert torch.equal(logits(tuned), torch.zeros(2, 3, dtype=torch.float64))  # a new head
     block = dict(inspected.named_parameters())["blocks.0.mlp.expand.weight"]
     assert torch.equal(dict(tuned.named_parameters())["blocks.0.mlp.expand.weight"], block)

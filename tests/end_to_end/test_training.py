@@ -210,7 +210,7 @@ def test_evaluation_of_a_run_gives_the_accuracy_that_it_recorded(straight):
         train={"averaging": 0.0},
         evaluate={"batch_size": 4096, "metrics": ["tests.parts.images_of_pass"]},
     )
-    metrics = evaluate(again)
+    metrics = evaluate(again).metrics
     # init_from takes the averaged weights where there are any.
     assert metrics["eval/top1"] == pytest.approx(result.metrics["eval/averaged_top1"])
     assert metrics["eval/images_of_pass"] == 150

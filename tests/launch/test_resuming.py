@@ -24,9 +24,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.keys import all_keys, incompatible_changes, keys_below, on_resume
 from vit_ray.config.schema import OnResume
 from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run, where_it_lies
-from vit_ray.launch.prepared_run import lock_run
-from vit_ray.launch.run import _init_run
-from vit_ray.lock import this_process
+from vit_ray.lock import hold_lock, this_process
 from vit_ray.storage import locate
 
 __all__ = ["sets"]
@@ -53,12 +51,6 @@ def accepted(now: Recipe, at: Position) -> list[str]:
         num_images=IMAGES, total_steps=now.optim.total_steps(IMAGES, BATCH),
     )  # fmt: skip
     return accepted_changes(resolved, at)
-
-
-def test_a_resumed_run_keeps_the_run_whose_weights_it_began_with():
-    began = replace(position(9), init_run_id="a" * 32)
-    resumed: Any = SimpleNamespace(resume_from=SimpleNamespace(position=began))
-    assert _init_run(resumed) == began.init_run_id
 
 
 def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(tmp_path):
@@ -288,7 +280,7 @@ def test_a_copied_project_is_opened_on_its_own_data(sets, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_is_not_taken_for_a_recipe(tmp_path):
-    with lock_run(locate(str(tmp_path / "runs" / "a"))):
+    with hold_lock(locate(str(tmp_path / "runs" / "a"))):
         pass
     with pytest.raises(ValueError, match=r"/runs/a has no complete checkpoint; give the run's re"):
         find_run(str(tmp_path / "runs" / "a"))
@@ -297,10 +289,10 @@ def test_a_run_without_a_checkpoint_is_not_taken_for_a_recipe(tmp_path):
 HOLD = """
 import sys
 from vit_ray import lock
-from vit_ray.launch.prepared_run import lock_run
+from vit_ray.lock import hold_lock
 from vit_ray.storage import locate
 lock.HEARTBEAT_S = 0.05
-with lock_run(locate(sys.argv[1])):
+with hold_lock(locate(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -313,7 +305,7 @@ def test_a_second_driver_is_refused_and_one_whose_run_was_taken_ends(tmp_path, m
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as other:
         assert other.stdout.readline() == "held\n"
         refusal = pytest.raises(ValueError, match=r"/runs/a is in use by process \d+ of")
-        with refusal, lock_run(run):
+        with refusal, hold_lock(run):
             pass
         owner = {**this_process(run), "host": "node-7"}
         run.child("lock-00000002.json").write(json.dumps(owner).encode())

@@ -12,7 +12,7 @@ from vit_ray.commands import doctor
 from vit_ray.commands.recorded_run import _refuse_taken
 from vit_ray.data import open_dataset
 from vit_ray.launch.named_run import find_resume_point
-from vit_ray.launch.prepared_run import check_rights, prepared_training
+from vit_ray.launch.run import check_rights, prepared_training
 from vit_ray.storage import RIGHTS_PROBE, locate
 
 ALL = tuple(ACTIONS)

@@ -426,10 +426,12 @@ def test_what_a_worker_refuses_ends_the_run(tmp_path, monkeypatch, is_agreed):
 def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
     events = [Event(kind, text) for kind, text, _ in worker.actor.events]
     record = SimpleNamespace(status=lambda **_: RunStatus(events=events))
-    resolved = SimpleNamespace(total_steps=worker.job.total_steps, streams={})
-    recipe, trains = worker.job.recipe, worker.job.kind == "train"
-    prepared = SimpleNamespace(recipe=recipe, trains=trains, resolved=resolved, num_eval_images=0)
-    monkeypatch.setattr(run, "_record_cost", lambda *_: {})
+    record.results = lambda *_: None
+    resolved: Any = SimpleNamespace(
+        recipe=worker.job.recipe, total_steps=worker.job.total_steps, num_eval_images=0
+    )
+    prepared = run.PreparedRun("pretrain" if worker.job.kind == "train" else "evaluate", resolved)
+    monkeypatch.setattr(run, "training_cost", lambda *_: {})
     return run._result(prepared, SimpleNamespace(record=record))  # type: ignore[arg-type]
 
 

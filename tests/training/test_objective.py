@@ -11,7 +11,7 @@ from scipy import stats
 
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.launch import prepared_run
+from vit_ray.launch import run
 from vit_ray.launch.resolved_run import check_batch, check_head_is_trained, check_model
 from vit_ray.models import masked
 from vit_ray.training.memory_estimate import largest_micro_batch
@@ -290,7 +290,7 @@ def test_a_new_head_that_is_frozen_is_refused(kind, init_from):
 
 
 def test_it_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(prepared_run, "resolve_run", lambda recipe: None)
-    refused = prepared_run.prepared_training(tuning_recipe(["norm", "head"]), "pretrain")
+    monkeypatch.setattr(run, "resolve_run", lambda recipe: None)
+    refused = run.prepared_training(tuning_recipe(["norm", "head"]), "pretrain")
     with pytest.raises(ValueError, match="remove head"), refused:
         pass

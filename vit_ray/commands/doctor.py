@@ -116,7 +116,7 @@ def _mlflow(recipe: Recipe) -> str:
 
 
 def _output(recipe: Recipe) -> str:
-    from vit_ray.launch.prepared_run import check_rights
+    from vit_ray.launch.run import check_rights
 
     folder = locate(recipe.output)
     check_rights(locate(str(_existing(Path(folder.path)))) if folder.is_local else folder)

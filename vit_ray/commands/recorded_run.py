@@ -28,9 +28,8 @@ from vit_ray.config.schema import OnResume
 from vit_ray.evaluation.examples import sheet
 from vit_ray.launch.dataset import batches_of, read_batch
 from vit_ray.launch.named_run import find_run, named_folder
-from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
-from vit_ray.lock import is_lock_file
+from vit_ray.lock import hold_lock, is_lock_file
 from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import Location, locate
 
@@ -75,7 +74,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
     print(f"copies {size / 2**20:,.1f} MiB to {folder.uri}", file=sys.stderr, flush=True)
     if is_dry:
         return
-    with lock_run(folder):
+    with hold_lock(folder):
         _refuse_taken(folder)  # again: another fork may have ended just now
         folder.child(BRANCH_NOTE).write(origin.encode())
         begin_training(folder)

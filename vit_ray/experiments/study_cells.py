@@ -31,9 +31,9 @@ from vit_ray.config.keys import TAGGED, unused_keys
 from vit_ray.config.recipe import leaves
 from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
-from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import check_model
 from vit_ray.launch.run_record import SIZES, trained_params
+from vit_ray.lock import hold_lock
 from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import locate
 from vit_ray.training.steps import cooldown_start
@@ -307,7 +307,7 @@ def begin_branch(cell: Cell, trunk: Cell, warn: Warn = logger.warning) -> str:
             tracking_run_id=None,
         )
 
-    with lock_run(folder):
+    with hold_lock(folder):
         note.delete()  # of an interrupted copy, which does not count
         if step == 0:
             return ""

@@ -54,8 +54,13 @@ from vit_ray.experiments.trials import (
     train_child,
 )
 from vit_ray.launch.paper_comparison import Rows, training_table
-from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.resolved_run import Kind, ResolvedRun, check_head_is_trained, resolve_run
+from vit_ray.launch.resolved_run import (
+    Kind,
+    ResolvedRun,
+    check_head_is_trained,
+    check_weights,
+    resolve_run,
+)
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import OpenRun
 from vit_ray.launch.workers import RunFailedError
@@ -185,7 +190,7 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
                     "by; use a loss on labels"
                 )
             if newest_checkpoint(locate(trial_recipe(recipe, point).run_folder)) is None:
-                check_weights(PreparedRun("sweep_trial", final))
+                check_weights(final, "sweep_trial")
     split = dev_split(
         require(recipe.data.train, "data.train", "a converted training set"),
         locate(recipe.run_folder).child("dev-split").uri,

@@ -28,12 +28,12 @@ from vit_ray.config import Recipe
 from vit_ray.config.schema import errors_of
 from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
 from vit_ray.launch.connection import ClusterShape, connect, mark_private
-from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import Kind, ResolvedRun
 from vit_ray.launch.run import Following, top1_of, train
 from vit_ray.launch.run_record import NOTE, OpenRun, description, open_record
 from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
+from vit_ray.lock import hold_lock
 from vit_ray.outcomes import RunStoppedError, TrialState
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
@@ -478,7 +478,7 @@ def open_parent(
         TrialCallbacks.is_requested.set()
 
     with (
-        lock_run(locate(recipe.run_folder)),
+        hold_lock(locate(recipe.run_folder)),
         open_record(
             recipe, kind, resolved, cluster, under, continues=has_begun, tags=tags, varied=varied
         ) as run,

@@ -28,8 +28,7 @@ from vit_ray.experiments.trials import (
     run_trials,
 )
 from vit_ray.launch.paper_comparison import Rows, in_percent
-from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.resolved_run import ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import Following
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
@@ -151,7 +150,7 @@ def run_vtab(recipe: Recipe) -> VtabResult:
         resolved_runs[name] = resolved = resolve_run(tuning)
         total_steps += checked_steps(tuning, resolved.num_images)
         if not locate(tuning.run_folder).list_folders():  # it has not begun
-            check_weights(PreparedRun("finetune", resolved))
+            check_weights(resolved, "finetune")
     first, *_ = resolved_runs.values()
     trainings = [recipes[name] for name in resolved_runs]
     # At a restart the parent run continues, with the finished tasks under it.

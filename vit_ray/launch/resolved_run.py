@@ -1,11 +1,17 @@
-"""A recipe resolved on its data: the model is checked, and the data sets are opened as streams.
+"""A recipe resolved on its data: the model and its initial weights are checked, the data sets are
+opened as streams, and the correct answers of a test set are read.
 
 Nothing is started; errors say what to change.
 """
 
+import json
+import logging
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import Final, Literal
 
 import numpy as np
@@ -20,16 +26,36 @@ from vit_ray.data.dataset import Manifest
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.order import ShuffleWindow
 from vit_ray.data.parts import select
-from vit_ray.data.shards import Cache, first_labels
+from vit_ray.data.shards import Cache, all_first_labels, first_labels, keys
 from vit_ray.data.stream.batches import TASK_MEMORY_MIB, StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
+from vit_ray.evaluation.ground_truth import (
+    OBJECTNET_FILES,
+    OBJECTNET_FOLDER,
+    REAL_FILE,
+    Answers,
+    named_answers,
+    numbered_answers,
+    objectnet_answers,
+    parse_classes,
+    real_answers,
+)
 from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.own_parts import is_own, own_part
+from vit_ray.storage import locate
 from vit_ray.training.steps import micro_batch_size
 
+logger = logging.getLogger(__name__)
+
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
-# Kinds of run that give their initial weights a new head
-NEW_HEADS: Final = ("finetune", "sweep_trial")
+# What a run of this kind does with the head of its initial weights, as in `SavedWeights`
+NEW_HEAD: Final[dict[Kind, bool | Literal["auto"]]] = {
+    "pretrain": "auto",
+    "study_cell": "auto",
+    "finetune": True,
+    "sweep_trial": True,
+    "evaluate": False,
+}
 # Images of a default window: tasks of twice the usual length, a few seconds of one CPU.
 _MAX_ROWS: Final = 2048
 # Share of a task's memory for a default window; images differ in size.
@@ -44,17 +70,36 @@ class ResolvedRun:
         recipe: with a definite shuffle window.
         streams: `train`; `eval`, `dev`, `few_shot_train` and `few_shot_test` if the recipe has
             them.
+        answers: of an evaluation: the correct answers for its images.
     """
 
     recipe: Recipe
     manifest: Manifest
     streams: dict[str, StreamSpec]
     total_steps: int
+    answers: Answers | None = None
 
     @property
     def num_images(self) -> int:
         """Training images of one epoch."""
         return self.streams["train"].num_images
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the model."""
+        return self.answers.num_outputs if self.answers else self.manifest.num_classes
+
+    @property
+    def num_eval_images(self) -> int:
+        """Images of the test set that have an answer and so count; 0 without a test set."""
+        if "eval" not in self.streams:
+            return 0
+        test = self.streams["eval"]
+        if not self.answers or self.recipe.benchmark.kind not in ("imagenet_real", "objectnet"):
+            return test.num_images
+        labels_n1 = all_first_labels(test.manifest.path)[:, None]
+        answers_nl = self.answers.of_batch(labels_n1, np.arange(len(labels_n1)))
+        return int((answers_nl >= 0).any(axis=1).sum())
 
 
 def resolve_run(
@@ -69,6 +114,21 @@ def resolve_run(
     run = resolve_data(recipe, needs_train=needs_train, begun=begun)
     check_own_parts(recipe, run.manifest.num_classes)
     return run
+
+
+def resolve_evaluation(recipe: Recipe) -> ResolvedRun:
+    """As `resolve_run`, with a name of its own, and with the correct answers of its test set.
+
+    Raises:
+        ValueError: no data set to measure on is given, or as `resolve_run` and `answers_of`.
+    """
+    recipe.check_measures()
+    recipe = recipe.with_absolute_paths()
+    recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
+    run = resolve_run(recipe, needs_train=False)
+    if "eval" not in run.streams:
+        return run
+    return replace(run, answers=answers_of(recipe, run.streams["eval"].manifest, run.manifest))
 
 
 def resolve_data(
@@ -266,7 +326,7 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
     Raises:
         ValueError: its weights, which are zero, would give every image the same logits.
     """
-    is_new = recipe.init_from is None or kind in NEW_HEADS
+    is_new = recipe.init_from is None or NEW_HEAD[kind] is True
     if is_new and recipe.train.loss != "masked_patch" and "head" in recipe.optim.frozen:
         raise ValueError(
             "optim.frozen has head, but this run starts with a new head of zeros, which would "
@@ -319,3 +379,96 @@ def window_rows(
             f"holds {TASK_MEMORY_MIB}; lower it to {lower if lower > batch else 0}"
         )
     return rows
+
+
+def check_weights(run: ResolvedRun, kind: Kind) -> str | None:
+    """Check that the names and shapes of the weights in `init_from` fit the model.
+
+    Returns:
+        The MLflow run that trained them; None if there is none.
+
+    Raises:
+        ValueError: there are no weights, no valid checkpoint is among them, or tensors are missing,
+            unexpected or of another shape.
+    """
+    recipe = run.recipe
+    if recipe.init_from is None:
+        return None
+    from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
+
+    with errors_of("init_from"):
+        planned_load(recipe.model, run.num_classes, recipe.init_from, NEW_HEAD[kind])
+    # The folder's name is not enough: another run may use it later.
+    position = meta_state_of(recipe.init_from).position
+    return position.tracking_run_id if position else None
+
+
+def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
+    """The correct answers for the images of a test set.
+
+    Args:
+        model_set: gives the model's classes if the recipe does not name them.
+
+    Raises:
+        ValueError: a file is not as published, or not of this test set.
+        OSError: a file is missing.
+    """
+    config = recipe.benchmark
+    classes = _model_classes(config.model_classes, model_set.classes, recipe.init_from)
+    match config.kind:
+        case "imagenet_real":
+            file = locate(require(config.label_file, "benchmark.label_file", REAL_FILE))
+            with errors_of(f"benchmark.label_file={file.uri} is not {REAL_FILE}"):
+                published = json.loads(file.read())
+            labels = all_first_labels(eval_set.path)
+            names = [key for shard_keys in keys(eval_set) for key in shard_keys]
+            return real_answers(published, names, labels, eval_set.classes, classes, file.uri)
+        case "imagenet_v2":
+            return numbered_answers(eval_set.classes, classes)
+        case "objectnet":
+            folder = locate(require(config.label_file, "benchmark.label_file", OBJECTNET_FOLDER))
+            with errors_of(f"benchmark.label_file={folder.uri} is not {OBJECTNET_FOLDER}"):
+                files = {name: folder.child(name).read().decode() for name in OBJECTNET_FILES}
+            return objectnet_answers(files, eval_set.classes, classes)
+    if tuple(eval_set.classes) == classes:
+        return Answers(classes, len(classes))
+    if config.kind != "class_names" and sorted(eval_set.classes) != sorted(classes):
+        raise ValueError(
+            f"data.eval: {eval_set.path} has {eval_set.num_classes} classes and the model has "
+            f"{len(classes)}, and they are not the same; name the model's in "
+            "benchmark.model_classes, and where the set has only some of them, give "
+            "benchmark.kind=class_names"
+        )
+    return named_answers(eval_set.classes, classes)
+
+
+def _model_classes(
+    path: str | None, classes: Sequence[str], weights: str | None
+) -> tuple[str, ...]:
+    """The model's classes in the order of its outputs.
+
+    Without `path`: in the order of the published head, if its class names are exactly these.
+    """
+    if path is not None:
+        suffix = PurePosixPath(path).suffix
+        if suffix not in (".txt", ".json"):
+            return tuple(open_dataset(path).classes)
+        with errors_of(f"benchmark.model_classes={path!r} is no text; give a list of the classes"):
+            text = locate(path).read().decode()
+        return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
+    if weights is None:
+        return tuple(classes)
+    from vit_ray.checkpoints.init_weights import published_classes  # with torch: seconds
+
+    published = published_classes(weights)
+    if published is None or sorted(published) == sorted(classes):
+        return published or tuple(classes)
+    logger.warning(
+        "init_from: its folder names its %d classes otherwise than the data set (%r, not %r): its "
+        "outputs are taken to be in the order of the data set; else name them in "
+        "benchmark.model_classes",
+        len(published),
+        published[0],
+        classes[0],
+    )
+    return tuple(classes)

@@ -14,22 +14,34 @@ import ray
 
 from vit_ray.addresses import redacted
 from vit_ray.checkpoints.checkpoint import Checkpoint, Progress
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
+from vit_ray.checkpoints.run_checkpoints import (
+    begin_training,
+    newest_checkpoint,
+    result_checkpoint,
+)
 from vit_ray.config import Recipe, require
 from vit_ray.config.keys import INIT_RUN, used_sections
 from vit_ray.data.shards import all_first_labels
 from vit_ray.data.tasks import ANSWER_S, repeated
 from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
 from vit_ray.launch.connection import ClusterShape, connect
-from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
-from vit_ray.launch.resolved_run import Kind
+from vit_ray.launch.named_run import accepted_changes, find_resume_point
+from vit_ray.launch.resolved_run import (
+    NEW_HEAD,
+    Kind,
+    ResolvedRun,
+    check_head_is_trained,
+    check_weights,
+    resolve_evaluation,
+    resolve_run,
+)
 from vit_ray.launch.run_record import OpenRun, end_record, open_record, training_cost
 from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
+from vit_ray.lock import hold_lock
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1, with_best
 from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind, RunStoppedError
-from vit_ray.storage import locate
-from vit_ray.tracking.metrics_log import ARRIVAL_S
+from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 from vit_ray.tracking.recorder import FIRST_ANSWER_S
 from vit_ray.worker.job import TrainJob
 
@@ -103,6 +115,32 @@ class Following:
     evaluate_at: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class PreparedRun:
+    """A checked run before it starts.
+
+    Attributes:
+        init_run: MLflow run of the initial weights.
+        newest: the newest valid checkpoint of a run of this name.
+        notes: kind and text of the events of the run's start, for its history.
+        lock_number: shows workers that this driver still holds the run; None for an evaluation.
+        training_id: of a training that starts at step 0, which does not continue an earlier record.
+    """
+
+    kind: Kind
+    resolved: ResolvedRun
+    init_run: str | None = None
+    newest: Checkpoint | None = None
+    notes: tuple[tuple[EventKind, str], ...] = ()
+    lock_number: int | None = None
+    training_id: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether weights are trained, not only used."""
+        return self.kind != "evaluate"
+
+
 def train(
     recipe: Recipe,
     *,
@@ -119,13 +157,14 @@ def train(
     parent = following.parent if following else None
     check = partial(check_start, is_child=parent is not None)
     with prepared_training(recipe, kind, check) as prepared:
-        if prepared.resume_from is None or not prepared.is_over:
+        resolved, newest = prepared.resolved, prepared.newest
+        if newest is None or not newest.position.progress.is_over(resolved.total_steps):
             return run_prepared(prepared, tags, following)
         # The run's last driver may have died before it recorded the end.
-        position = prepared.resume_from.position
-        cost = training_cost(prepared.resolved, position.step)
-        result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
-        run_id = end_record(prepared.recipe, position.tracking_run_id, position.step, cost, parent)
+        position = newest.position
+        cost = training_cost(resolved, position.step)
+        result = _recorded(prepared, newest, position.progress.metrics)
+        run_id = end_record(resolved.recipe, position.tracking_run_id, position.step, cost, parent)
     return replace(result, run_id=run_id, metrics=result.metrics | cost, already_complete=True)
 
 
@@ -139,22 +178,83 @@ def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult
     return train(recipe, kind="finetune", tags=tags)
 
 
-def evaluate(recipe: Recipe) -> dict[str, float]:
+def evaluate(recipe: Recipe) -> RunResult:
     """Accuracy, and few-shot accuracy if the recipe asks for it, of the weights in `init_from`.
 
     Raises:
         ValueError: no weights or no data set are given, or they do not fit.
         RunStoppedError: it was stopped on request.
     """
-    return evaluated(recipe).metrics
-
-
-def evaluated(recipe: Recipe) -> RunResult:
-    """As `evaluate`, with the MLflow run that has the tables and pictures."""
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
-    prepared = prepare_evaluation(recipe)
-    check_start(prepared.recipe, trains=False)
-    return run_prepared(prepared)
+    resolved = resolve_evaluation(recipe)
+    init_run = check_weights(resolved, "evaluate")
+    check_start(resolved.recipe, trains=False)
+    return run_prepared(PreparedRun("evaluate", resolved, init_run))
+
+
+@contextlib.contextmanager
+def prepared_training(
+    recipe: Recipe, kind: Kind, check_cluster: Callable[[Recipe], object] = lambda _: None
+) -> Iterator[PreparedRun]:
+    """Check a training run, and hold the run's lock inside the block.
+
+    Args:
+        check_cluster: raises ValueError if a run cannot start on the cluster; called last, before
+            the folder of a new run is created.
+
+    Raises:
+        ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
+    """
+    recipe = recipe.with_absolute_paths()
+    resolved = resolve_run(recipe)
+    check_head_is_trained(recipe, kind)
+    folder = locate(recipe.run_folder)
+    folder.refuse_file_in_its_place("output")
+    if not folder.is_local:
+        check_rights(folder)
+    is_new = not folder.exists()
+    if is_new:  # checked before the lock creates a folder: a refused recipe leaves none
+        find_resume_point(recipe)
+        check_weights(resolved, kind)
+        check_cluster(resolved.recipe)
+    # Locked before checkpoints are read: another driver may be removing them.
+    with hold_lock(folder) as lock_number:
+        notes: list[tuple[EventKind, str]] = []
+        newest = find_resume_point(
+            recipe, lambda text: notes.append((EventKind.CHECKPOINT_DAMAGED, text))
+        )
+        if newest is None:
+            init_run = check_weights(resolved, kind)
+            if not is_new:
+                check_cluster(resolved.recipe)
+            start = begin_training(folder)
+            yield PreparedRun(kind, resolved, init_run, None, tuple(notes), lock_number, start)
+            return
+        position = newest.position
+        window = position.recipe["data"]["shuffle_window"]
+        if window != resolved.recipe.data.shuffle_window:
+            resolved = resolve_run(recipe, begun=window)
+        changes = accepted_changes(resolved, position)
+        notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
+        if not position.progress.is_over(resolved.total_steps):
+            check_cluster(resolved.recipe.with_changes(init_from=None))
+        init_run = position.init_run_id
+        yield PreparedRun(kind, resolved, init_run, newest, tuple(notes), lock_number)
+
+
+def check_rights(folder: Location) -> None:
+    """Write, list, read and delete a small file in a run's folder; after an error it may stay.
+
+    Raises:
+        OSError: the store refuses it, cannot be reached, or has no such bucket.
+    """
+    check_reachable(folder)
+    probe = folder.child(RIGHTS_PROBE)
+    probe.write(b"vit_ray")
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    if probe.read() != b"vit_ray" or RIGHTS_PROBE not in names:
+        raise OSError(f"{probe.uri} was written, and is not there; check the storage")
+    probe.delete()
 
 
 def check_start(recipe: Recipe, *, trains: bool = True, is_child: bool = False) -> None:
@@ -186,12 +286,10 @@ def run_prepared(
     """
     # Needed when workers start; the import takes seconds, in which the recorder starts.
     Thread(target=importlib.import_module, args=("ray.train.torch",), daemon=True).start()
-    recipe, resolved = prepared.recipe, prepared.resolved
+    resolved, recipe = prepared.resolved, prepared.resolved.recipe
     cluster = connect(recipe)
-    use_gpu = check_cluster(recipe, cluster)
-    position = prepared.resume_from.position if prepared.resume_from else None
-    init_run = _init_run(prepared)
-    origin = {INIT_RUN: init_run} if init_run else {}
+    position = prepared.newest.position if prepared.newest else None
+    origin = {INIT_RUN: prepared.init_run} if prepared.init_run else {}
     branched = locate(recipe.run_folder).child(BRANCH_NOTE)
     if position is not None and branched.exists():
         origin[BRANCH_TAG] = branched.read().decode()
@@ -212,8 +310,15 @@ def run_prepared(
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
-        with _watched(run, prepared, following):
-            job = _job(prepared, cluster, run, init_run, following)
+        with contextlib.ExitStack() as watching:
+            if following:
+                watching.enter_context(followed(run, following))
+            else:
+                steps = resolved.total_steps
+                watching.enter_context(shown_progress(run.record, recipe.name, steps))
+                watching.enter_context(stopping_on_signals(run.record.request_stop))
+            job = _job(prepared, cluster, run, following)
+            use_gpu = check_cluster(recipe, cluster)
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
@@ -231,19 +336,6 @@ def run_prepared(
         return result
 
 
-def _init_run(prepared: PreparedRun) -> str | None:
-    """The MLflow run of the initial weights."""
-    if prepared.resume_from is not None:
-        return prepared.resume_from.position.init_run_id
-    if prepared.recipe.init_from is None:
-        return None
-    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
-
-    # The folder's name is not enough: another run may use it later.
-    position = meta_state_of(prepared.recipe.init_from).position
-    return position.tracking_run_id if position else None
-
-
 def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
     """The metric that MLflow's pages show as the run's result; None if there will be none."""
     if is_on_dev_split:
@@ -254,31 +346,16 @@ def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
     return few_shot_top1(shots[0]) if recipe.evaluate.few_shot_train and shots else None
 
 
-@contextlib.contextmanager
-def _watched(run: OpenRun, prepared: PreparedRun, following: Following | None) -> Iterator[None]:
-    """Follow the run, or show its progress and stop it on signals, while the block runs."""
-    if following:
-        with followed(run, following):
-            yield
-        return
-    steps = prepared.resolved.total_steps
-    with (
-        shown_progress(run.record, prepared.recipe.name, steps),
-        stopping_on_signals(run.record.request_stop),
-    ):
-        yield
-
-
 def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextManager[None]:
     """Pass on new evaluations, and the request to stop, while the block runs."""
-    newest_step, has_requested = 0, False
+    newest_step = 0
 
     def look(is_last: bool) -> None:
-        nonlocal newest_step, has_requested
-        if following.stop.is_set() and not has_requested and not run.record.stop_reason():
+        nonlocal newest_step
+        status = run.record.status(ANSWER_S)
+        if following.stop.is_set() and not status.stop:
             run.record.request_stop("stopped early: other trials are better on the dev split")
-            has_requested = True
-        for step, metrics in run.record.status(ANSWER_S).evaluations:
+        for step, metrics in status.evaluations:
             if step > newest_step and not is_last:
                 newest_step = step
                 following.on_evaluation(step, metrics)
@@ -287,32 +364,28 @@ def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextMa
 
 
 def _job(
-    prepared: PreparedRun,
-    cluster: ClusterShape,
-    run: OpenRun,
-    init_run: str | None,
-    following: Following | None,
+    prepared: PreparedRun, cluster: ClusterShape, run: OpenRun, following: Following | None
 ) -> TrainJob:
-    recipe, resolved = prepared.recipe, prepared.resolved
+    resolved = prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
     return TrainJob(
-        recipe=recipe,
+        recipe=resolved.recipe,
         kind="train" if prepared.trains else "evaluate",
-        num_classes=prepared.num_classes,
+        num_classes=resolved.num_classes,
         classes=tuple(resolved.manifest.classes),
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
         data_terms=redacted(resolved.manifest.about),
-        new_head=prepared.new_head,
+        new_head=NEW_HEAD[prepared.kind],
         few_shot_classes=few_shot.manifest.num_classes if few_shot else 0,
         ray_ready_s=cluster.ready_s,
         record=run.record,
         lock_number=prepared.lock_number,
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
-        answers=prepared.answers,
+        answers=resolved.answers,
         evaluate_at=following.evaluate_at if following else (),
-        init_run_id=init_run,
+        init_run_id=prepared.init_run,
     )
 
 
@@ -324,7 +397,7 @@ def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
         RunFailedError: the checkpoint of the last step is missing.
     """
     status = run.record.status(mlflow_s=FIRST_ANSWER_S)
-    folder = locate(prepared.recipe.run_folder)
+    folder = locate(prepared.resolved.recipe.run_folder)
     was_stopped = any(event.kind == EventKind.STOPPED for event in status.events)
     if was_stopped and not prepared.trains:
         raise RunStoppedError("the evaluation was stopped; it has no results")
@@ -342,14 +415,17 @@ def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
             f"{result.total_steps}: the last checkpoint could not be written to {folder.uri}; see "
             "the events, free space there and run the same command again"
         )
-    return replace(result, metrics=result.metrics | _record_cost(prepared, run, result.steps))
+    # Recorded before the end of the run; the cost of an earlier attempt is replaced.
+    cost = training_cost(prepared.resolved, result.steps)
+    run.record.results(result.steps, cost)
+    return replace(result, metrics=result.metrics | cost)
 
 
 def _recorded(
     prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
     """The outcome that a checkpoint records; of a run without a checkpoint, the metrics only."""
-    recipe = prepared.recipe
+    recipe = prepared.resolved.recipe
     progress = checkpoint.position.progress if checkpoint else Progress(0)
     result = checkpoint and result_checkpoint(locate(recipe.run_folder), checkpoint)
     return RunResult(
@@ -361,29 +437,21 @@ def _recorded(
         checkpoint=result.folder.uri if result else "",
         evaluation_due=progress.evaluation_due,
         ended=progress.ended,
-        num_eval_images=prepared.num_eval_images,
+        num_eval_images=prepared.resolved.num_eval_images,
     )
 
 
-def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
-    cost = training_cost(prepared.resolved, step)
-    # Recorded before the end of the run; the cost of an earlier attempt is replaced.
-    run.record.metrics(step, cost, ARRIVAL_S, again=True)
-    return cost
-
-
 def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
-    recipe, config = prepared.recipe, prepared.recipe.tracking
+    recipe, classes = prepared.resolved.recipe, prepared.resolved.manifest.classes
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
-    if config.log_model and result.is_complete and has_head:
+    if recipe.tracking.log_model and result.is_complete and has_head:
         from vit_ray.launch.model_card import card_of  # imports torch, and the hub's library
 
-        classes = prepared.resolved.manifest.classes
         run.record.model(
             recipe.name,
             result.steps,
             reference={**used_sections(recipe.recorded()), "classes": list(classes)},
             card=card_of(recipe, classes, result.checkpoint),
             params={"model": recipe.model.name, "checkpoint": result.checkpoint},
-            register_as=None if prepared.kind == "sweep_trial" else config.register_as,
+            register_as=None if prepared.kind == "sweep_trial" else recipe.tracking.register_as,
         )

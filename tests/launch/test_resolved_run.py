@@ -21,17 +21,13 @@ from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_man
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch import resolved_run
 from vit_ray.launch.named_run import find_resume_point
-from vit_ray.launch.prepared_run import (
-    PreparedRun,
-    answers_of,
-    prepare_evaluation,
-    prepared_training,
-)
-from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.resolved_run import answers_of, resolve_evaluation, resolve_run
+from vit_ray.launch.run import PreparedRun, prepared_training
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import locate
 
 NUM_GROUPS, GROUP_BYTES = 100, 6_400_000
+INIT_RUN = "a" * 32
 CLASSES = [f"n{number:08d}" for number in range(6)]
 KEYS = [f"ILSVRC2012_val_{number:08d}" for number in (6, 1, 5, 2, 4, 3)]
 
@@ -96,19 +92,19 @@ def save_checkpoint(recipe: Recipe, window: int) -> None:
     """A checkpoint of a run that has read its data with a window."""
     tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     fingerprint = open_dataset(str(recipe.data.train)).fingerprint
-    where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
+    where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint, init_run_id=INIT_RUN)
     folder = locate(recipe.run_folder).child(folder_name(10))
     write_snapshots(folder, snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where))
 
 
-def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:
+def prepared(recipe: Recipe) -> PreparedRun:
     with prepared_training(recipe, "pretrain") as run:
-        return run.recipe, run.resolved
+        return run
 
 
 def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(large):
-    found, resolved = prepared(large)
-    assert found.data.shuffle_window == 1024
+    resolved = prepared(large).resolved
+    assert resolved.recipe.data.shuffle_window == 1024
     spec = resolved.streams["train"]
     assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
     with pytest.raises(ValueError, match="which holds 256; lower it to 2560"):
@@ -131,11 +127,14 @@ def test_the_window_follows_memory_batch_and_the_share_of_the_object_store(
 
 
 @pytest.mark.parametrize("window", [0, 512])
-def test_a_run_goes_on_in_its_order_with_other_memory(large, window, monkeypatch):
+def test_a_run_goes_on_in_its_order_with_other_memory_and_keeps_its_origin(
+    large, window, monkeypatch
+):
     save_checkpoint(large, window)
     monkeypatch.setattr(resolved_run, "TASK_MEMORY_MIB", 1000)
-    found, resolved = prepared(large)
-    assert found.data.shuffle_window == window
+    run = prepared(large)
+    resolved = run.resolved
+    assert (resolved.recipe.data.shuffle_window, run.init_run) == (window, INIT_RUN)
     assert (resolved.streams["train"].window is None) == (window == 0)
 
 
@@ -157,7 +156,7 @@ def test_images_without_a_right_answer_are_not_counted(validation, tmp_path):
     benchmark = {"kind": "imagenet_real", "label_file": str(file)}
     recipe = recipe_with("evaluated", benchmark=benchmark, data={"eval": validation.path})
     answers = answers_of(recipe, validation, validation)
-    found = PreparedRun("evaluate", resolve_run(recipe, needs_train=False), answers=answers)
+    found = replace(resolve_run(recipe, needs_train=False), answers=answers)
     assert found.num_eval_images == 5
     assert replace(found, answers=None).num_eval_images == 6
     some = Answers(tuple(CLASSES), 6, by_class=np.array([[0], [-1], [2], [-1], [-1], [5]]))
@@ -175,9 +174,9 @@ def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(validation
         benchmark={"kind": "class_names", "model_classes": validation.path},
         model={"name": "ViT", "image_size": 32, **TINY_VIT},
     )  # fmt: skip
-    prepared = prepare_evaluation(recipe)
-    assert (prepared.num_classes, prepared.answers.num_outputs) == (6, 6)
-    assert prepared.answers.classes == (CLASSES[1], CLASSES[4])
+    resolved = resolve_evaluation(recipe)
+    assert (resolved.num_classes, resolved.answers.num_outputs) == (6, 6)
+    assert resolved.answers.classes == (CLASSES[1], CLASSES[4])
 
 
 @pytest.mark.parametrize("key", ["id2label", "label_names"])

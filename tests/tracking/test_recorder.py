@@ -307,10 +307,10 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(here, tmp_path, 
     record = recorded_here(replace(opening, config=away, log_path=copied, key="copy"))
     record_model(record)
     assert record.finish("FINISHED")
-    ((_, (run_id, _)),) = tracker.recorded_models(copied)
-    assert run_id is None
+    (model,) = tracker.recorded_models(MetricsLog(copied))
+    assert model["run_id"] is None
     tracker.log_models_later(NOWHERE, copied).join()
-    assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
+    assert "a model is not logged (net: MLflow does not have all of its run)" in caplog.text
 
 
 def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(here, store, tmp_path):

@@ -37,8 +37,8 @@ from vit_ray.tracking.tracker import replay
 
 def wait_for_failures(tracker, num):
     """Until an attempt to send points has failed so many times."""
-    last, deadline_s = tracker._points.num_failed + num, time.monotonic() + 60
-    while tracker._points.num_failed < last:
+    last, deadline_s = tracker.points.num_failed + num, time.monotonic() + 60
+    while tracker.points.num_failed < last:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
@@ -250,7 +250,8 @@ def test_a_damaged_record_costs_only_itself(line, away, config, log_path):
     with open(log_path, "a") as file:
         file.write(line + "\n")
         file.write('{"kind": "metrics", "step": 1, "values": {"b": 2.0}, "time_ms": 1}\n')
-    assert replay(log_path, config.uri) == (1, [])
+    result = replay(log_path, config.uri)
+    assert (result.num_points, result.refused) == (1, [])
 
 
 def test_a_replay_without_a_file_that_is_gone_says_so_and_fails(config, log_path):

@@ -131,7 +131,8 @@ def test_sixteen_runs_write_at_once_and_a_database_and_a_server_that_are_away_co
         pause.wait(SECONDS / steps)
     assert all(tracker.finish(timeout_s=300) for tracker in trackers)
     for number, tracker in enumerate(trackers):
-        assert replay(tracker.log.path, config.uri) == (0, [])
+        result = replay(tracker.log.path, config.uri)
+        assert (result.num_points, result.refused) == (0, [])
         for key in KEYS:
             expected = [(step, _value(number, step, key)) for step in range(steps)]
             assert history(team.uri, tracker.run_id, key) == expected

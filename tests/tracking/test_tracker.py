@@ -318,7 +318,7 @@ def test_what_a_full_disk_did_not_take_is_written_when_there_is_room_again(confi
     log_path.with_name("aside").rename(log_path)
     assert [record["step"] for record, _ in log.read(before)] == [1]
     log.mark_sent(Sent("r", log.size, log.size))
-    assert log.read_sent().offset == before  # the next process does not have what is in memory
+    assert log.read_sent().points == before  # the next process does not have what is in memory
     log.metrics(2, {"train/loss": 2.0})
     assert not log.error
     assert [record["step"] for record, _ in log.read(before)] == [1, 2]

@@ -128,12 +128,12 @@ class Sent(NamedTuple):
 
     Attributes:
         run_id: the MLflow run.
-        offset: MLflow has all metrics and tags before this byte of the log.
+        points: MLflow has all metrics and tags before this byte of the log.
         files: MLflow has all files before this byte of the log.
     """
 
     run_id: str | None = None
-    offset: int = 0
+    points: int = 0
     files: int = 0
 
 
@@ -223,9 +223,7 @@ class MetricsLog(Records):
             with contextlib.suppress(OSError), open(self.path, "rb") as file:
                 on_disk = file.seek(0, os.SEEK_END)
                 file.seek(offset)
-                text = file.read(max_bytes)
-                if b"\n" not in text:  # a record longer than `max_bytes`, such as a text
-                    text += file.readline()
+                text = b"".join(file.readlines(max_bytes))  # at least one line, however long
             if offset + len(text) >= on_disk:
                 text += self._unwritten[max(0, offset - on_disk) :]
         records = list[tuple[Record, int]]()
@@ -248,15 +246,15 @@ class MetricsLog(Records):
     def end_is_sent(self, status: Status) -> bool:
         """Whether the last opening finished with this status, and MLflow has the whole log."""
         sent, last = self.read_sent(), list(self.records("start", "finish"))[-1:]
-        is_sent = min(sent.offset, sent.files) >= self.size
+        is_sent = min(sent.points, sent.files) >= self.size
         return is_sent and [record.get("status") for record in last] == [status]
 
     def read_sent(self) -> Sent:
         """What `mark_sent` wrote; only its run id if the log is shorter, thus another file."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             values = json.loads(self._sent_path.read_text())
-            sent = Sent(values["run_id"], int(values["offset"]), int(values["files"]))
-            return sent if max(sent.offset, sent.files) <= self.size else Sent(sent.run_id)
+            sent = Sent(values["run_id"], int(values["points"]), int(values["files"]))
+            return sent if max(sent.points, sent.files) <= self.size else Sent(sent.run_id)
         return Sent()
 
     def mark_sent(self, sent: Sent) -> None:
@@ -267,7 +265,7 @@ class MetricsLog(Records):
         unfinished = self._sent_path.with_name(self._sent_path.name + ".half")
         try:
             size = self.path.stat().st_size
-            on_disk = Sent(sent.run_id, min(sent.offset, size), min(sent.files, size))
+            on_disk = Sent(sent.run_id, min(sent.points, size), min(sent.files, size))
             unfinished.write_text(json.dumps(on_disk._asdict()))
             os.replace(unfinished, self._sent_path)
         except OSError as error:

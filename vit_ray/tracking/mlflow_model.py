@@ -1,7 +1,7 @@
 """Logs trained models with MLflow; runs as a separate process, since it imports pandas and SciPy.
 
-Standard input is `[uri, [[run id, model record], ...]]` as JSON. The last line of output is a list
-with, for each model, the reason why it is not logged, empty if it is.
+Standard input is `[uri, records of models]` as JSON, the records as from `recorded_models`. The
+last line of output lists, for each model that is not logged, the path of its log, and the reason.
 """
 
 import json
@@ -35,15 +35,16 @@ mlflow.models.set_model(LoggedModel())
 """
 
 
-def log_model(uri: str, run_id: str | None, record: Record) -> None:
+def log_model(uri: str, record: Record) -> None:
     """Log a model of a run, and register it if its record says so; a repeated call does nothing.
 
     Raises:
         ValueError: MLflow has no such run.
     """
+    run_id, step = record["run_id"], record["step"]
     if run_id is None:
         raise ValueError("MLflow does not have all of its run")
-    client, step = open_client(uri), record["step"]
+    client = open_client(uri)
     mlflow.set_tracking_uri(uri)
     experiment = client.get_run(run_id).info.experiment_id
     query = f"source_run_id = '{run_id}' AND tags.`{STEP_TAG}` = '{step}'"
@@ -103,8 +104,8 @@ if __name__ == "__main__":
     problems = []
     for model in models:
         try:
-            log_model(store_uri, *model)
-            problems.append("")
+            log_model(store_uri, model)
         except Exception as error:
-            problems.append(str(error).partition("\n")[0] or repr(error))
+            reason = str(error).partition("\n")[0] or repr(error)
+            problems.append((model["log"], f"{model['name']}: {reason}"))
     print(json.dumps(problems))

@@ -97,7 +97,7 @@ class RunWriter:
             return None
         log = MetricsLog(Path(self._newest["parent_log"]))
         sent = log.read_sent()
-        parent = None if any(log.records("start", offset=sent.offset)) else sent.run_id
+        parent = None if any(log.records("start", offset=sent.points)) else sent.run_id
         if parent and self._active(parent):
             return parent
         if needs_parent:

@@ -89,25 +89,22 @@ class NodeSampler(threading.Thread):
                     continue
                 if self._samples_all_nodes:
                     self._add_nodes(run_id)
-                monitor = monitor or self._monitor(run_id)
+                # Here, in a thread: it imports MLflow, which takes seconds.
+                from vit_ray.tracking.mlflow_client import SystemMetricsMonitor
+
+                limit_requests()  # an actor, whose output Ray passes on to the driver's
+                logging.getLogger("mlflow").setLevel(logging.ERROR)
+                monitor = monitor or SystemMetricsMonitor(  # type: ignore[no-untyped-call]
+                    run_id,
+                    resume_logging=True,  # steps continue from the last one
+                    node_id=self._node,
+                    tracking_uri=self._uri,
+                )
                 monitor.collect_metrics()
                 monitor.publish_metrics(monitor.aggregate_metrics())
             except Exception as error:
                 reason = redact_uri(str(error), self._uri)
                 logger.debug("a sample of %s is lost: %s", self._node, reason)
-
-    def _monitor(self, run_id: str) -> Any:
-        # Here, in a thread: it imports MLflow, which takes seconds.
-        from vit_ray.tracking.mlflow_client import SystemMetricsMonitor
-
-        limit_requests()  # the process is an actor, whose output Ray passes on to the driver's
-        logging.getLogger("mlflow").setLevel(logging.ERROR)
-        return SystemMetricsMonitor(  # type: ignore[no-untyped-call]
-            run_id,
-            resume_logging=True,  # steps continue from the last one
-            node_id=self._node,
-            tracking_uri=self._uri,
-        )
 
     def _add_nodes(self, run_id: str) -> None:
         here = ray.get_runtime_context().get_node_id()
@@ -244,8 +241,7 @@ class RunRecords:
         if run.parent_log:
             parent = self._run(Path(run.parent_log))
             run.state.parent = parent.state
-            if path not in parent.state.children:
-                parent.log.append("child", path=str(path))
+            parent.log.append("child", path=str(path))
         return run
 
 

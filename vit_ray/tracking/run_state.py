@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
@@ -67,7 +66,6 @@ class RunState:
     def __init__(self) -> None:
         self.name = ""  # of the run; empty before its start record
         self.parent: RunState | None = None  # of the sweep or study that the run is part of
-        self.children: list[Path] = []  # logs of its child runs
         self.has_finished = False
         self._now = RunStatus()
         self._is_resizing = False
@@ -100,8 +98,6 @@ class RunState:
                 now.failure = Failure(record["reason"], record["has_diverged"])
             case "resize":
                 self._is_resizing = True
-            case "child":
-                self.children.append(Path(record["path"]))
             case "child step":
                 self._child_step(record["name"], record["step"])
             case "finish":

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.addresses import absolute_uri
 from vit_ray.tracking.metrics_log import (
@@ -34,9 +34,8 @@ from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_u
 if TYPE_CHECKING:
     from vit_ray.tracking.mlflow_run import RunWriter
 
-# Metrics are collected this long before they are sent; less if somebody waits until they are.
+# Metrics are collected this long before they are sent, unless somebody waits until they are.
 BATCH_INTERVAL_S: Final = 1.0
-AWAITED_S: Final = 0.5
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 60.0
 FILE_TRIES_AT_END: Final = 3
@@ -47,47 +46,46 @@ NEVER_REACHED_S: Final = 5.0
 _WRITE_S: Final = 5.0
 # Limit for logging the models of a command.
 MODELS_S: Final = 300.0
+# Kinds of records that are sent before files.
+POINTS: Final = ("start", "metrics", "tag", "finish")
+# Kinds of which several records are sent at once.
+BATCHED: Final = ("metrics", "event")
 # Codes of requests that are wrong: trying again does not help.
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
 # Locked while a run is looked up or created, so that a log never gets a second run.
 _run_lookup: Final = threading.Lock()
 
-# A model to log: its MLflow run, and its record.
-Model = tuple[str | None, Record]
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Tries:
-    """The attempts to send metrics and tags, or files.
+class _Queue:
+    """Records of some kinds, which are sent in order, and the attempts to send them.
 
     Attributes:
+        name: the field of `Sent` up to which they are sent.
         error: why the last attempt failed; empty if it succeeded.
         num_failed: failed attempts so far.
         pause_s: from a failure to the next attempt, which is due at `due_s`.
     """
 
+    name: str
+    kinds: Sequence[str]
     error: str = ""
     num_failed: int = 0
     pause_s: float = 0.0
     due_s: float = 0.0
 
-    def note(self, error: str = "") -> None:
-        backoff_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-        self.error, self.pause_s = error, backoff_s if error else 0.0
-        self.num_failed += bool(error)
-        self.due_s = time.monotonic() + self.pause_s
-
 
 class Tracker:
     """Sends the records of one run, which callers write to `log`.
 
-    Only `send_points` and `send_file` raise errors; a replay calls only these two. `flush`,
-    `finish` and `close` wait.
+    Only `send` raises errors; a replay calls only this method. `flush`, `finish` and `close` wait.
 
     Attributes:
+        points: metrics, and the start, tags and end of the run.
+        files: what becomes a file of the run.
         run_id: the MLflow run's id; None until MLflow has answered for the first time.
         hint: the command or link that opens MLflow's page; empty while `run_id` is None.
         refused: records that MLflow has refused, each with the reason.
@@ -108,8 +106,7 @@ class Tracker:
         self._writer: RunWriter | None = None
         self._sent, self._writes_sent, self._is_stopped = Sent(), True, False
         self._sent_lock = threading.Lock()
-        self._current_file = ""
-        self._points, self._files = _Tries(), _Tries()
+        self.points, self.files = _Queue("points", POINTS), _Queue("files", FILES)
         self._tried, self._num_waiting = threading.Condition(), 0
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         if not is_replay:
@@ -129,34 +126,35 @@ class Tracker:
         return tracker
 
     def _run(self) -> None:
-        """Send metrics, or else a file, when they are due or somebody waits, until stopped."""
+        """Send points, or else files, when they are due or somebody waits, until stopped."""
         while not self._is_stopped:
-            has_sent = self._try(self._points, self.send_points)
-            if not has_sent and not self._points.error:
-                has_sent = self._try(self._files, self.send_file)
+            has_sent = self._try(self.points)
+            if not has_sent and not self.points.error:
+                has_sent = self._try(self.files)
             with self._tried:
                 self._tried.notify_all()
                 if not has_sent:
-                    self._tried.wait(AWAITED_S if self._num_waiting else BATCH_INTERVAL_S)
+                    self._tried.wait(BATCH_INTERVAL_S)
 
-    def _try(self, tries: _Tries, send: Callable[[], bool]) -> bool:
+    def _try(self, queue: _Queue) -> bool:
         """Send if it is due or awaited, and note the result; warn once per outage."""
-        if not self._num_waiting and time.monotonic() < tries.due_s:
+        if not self._num_waiting and time.monotonic() < queue.due_s:
             return False
         try:
             with limited_requests():
-                has_sent = send()
-            tries.note()
+                has_sent = self.send(queue)
+            queue.error, queue.pause_s, queue.due_s = "", 0.0, 0.0
             return has_sent
         except Exception as error:
-            text = f"run {self.run_id}: {self._current_file} cannot be stored with it"
-            if tries is self._points:
-                text = (
-                    f"MLflow at {safe_uri(self._uri)} cannot be used: run "
-                    f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
-                    f"{self.log.path}"
-                )
-            tries.note(self._warned_reason(text, error, is_new=not tries.pause_s))
+            text = (
+                f"MLflow at {safe_uri(self._uri)} cannot be used: run "
+                f"{self.run_id or self.log.path.stem} continues, its {queue.name} wait in "
+                f"{self.log.path}"
+            )
+            queue.error = self._warned_reason(text, error, is_new=not queue.error)
+            queue.num_failed += 1
+            queue.pause_s = min(max(2 * queue.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+            queue.due_s = time.monotonic() + queue.pause_s
             return False
 
     def _warned_reason(self, text: str, error: Exception, *, is_new: bool) -> str:
@@ -166,13 +164,12 @@ class Tracker:
             logger.warning("%s (%s)", text, reason)
         return reason
 
-    def _wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
+    def _wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         with self._tried:
             self._num_waiting += 1
             self._tried.notify_all()
-            self._tried.wait_for(is_done, until_s - time.monotonic())
+            self._tried.wait_for(is_done, timeout_s)
             self._num_waiting -= 1
-        return is_done()
 
     @property
     def run_id(self) -> str | None:
@@ -184,22 +181,21 @@ class Tracker:
 
     def wait_for_try(self, wait_s: float) -> None:
         """Wait until MLflow has given the run an id, or an attempt has failed."""
-        until_s = time.monotonic() + wait_s
-        self._wait_until(lambda: bool(self._writer or self._points.num_failed), until_s)
+        self._wait_until(lambda: bool(self._writer or self.points.num_failed), wait_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far except models; False if not in time.
 
         Files that fail get a few more attempts; for a store that hangs the wait is `timeout_s`.
         """
-        size, until_s = self.log.size, time.monotonic() + timeout_s
-        if not self._wait_until(lambda: self._sent.offset >= size, until_s):
-            return False
-        last = self._files.num_failed + FILE_TRIES_AT_END
-        self._wait_until(
-            lambda: self._sent.files >= size or self._files.num_failed >= last, until_s
-        )
-        return self._sent.files >= size
+        size, last = self.log.size, self.files.num_failed + FILE_TRIES_AT_END
+
+        def is_done() -> bool:
+            has_files = self._sent.files >= size or self.files.num_failed >= last
+            return self._sent.points >= size and has_files
+
+        self._wait_until(is_done, timeout_s)
+        return min(self._sent.points, self._sent.files) >= size
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
         """End the run; a warning says what MLflow does not have, and how to send it.
@@ -220,14 +216,14 @@ class Tracker:
         is_sent = self.flush(timeout_s)
         self.stop(timeout_s if is_sent else 0.0)
         missing = [f"{len(self.refused)} refused records"] if self.refused else []
-        if self._sent.offset < self.log.size:
+        if self._sent.points < self.log.size:
             missing.append("the last points")
         missing += self.missing_files()
         problems = []
         if missing:
             refused = self.refused[-1:] if is_sent else []
             timed_out = f"it did not take it in {timeout_s:g} s"
-            reasons = [self._points.error, self._files.error, *refused, timed_out]
+            reasons = [self.points.error, self.files.error, *refused, timed_out]
             problems.append(
                 f"MLflow at {safe_uri(self._uri)} does not have {', '.join(missing)} of run "
                 f"{self.run_id} ({next(filter(None, reasons))})"
@@ -251,39 +247,20 @@ class Tracker:
         records = self.log.records(*FILES, offset=self._sent.files)
         return list(dict.fromkeys(map(record_name, records)))
 
-    def send_points(self) -> bool:
-        """Find or create the run, and send the next metrics or tags; False if there are none.
+    def send(self, queue: _Queue) -> bool:
+        """Find or create the run, and send the next records of a queue; False if there are none.
 
         Raises:
-            Exception: any error of MLflow's; these records wait for the next call.
+            Exception: any error of MLflow's or of the artifact store; these records and later ones
+                of the queue wait for the next call.
         """
-        writer = self._writer or self._connect()
-        records, end = next_batch(self.log, self._sent.offset)
-        if end == self._sent.offset:
-            return False
-        self._send_each(writer, records)
-        self._mark(offset=end)
-        return True
-
-    def send_file(self) -> bool:
-        """Send the next file; False if there is none.
-
-        Raises:
-            Exception: any error of the artifact store; this file and later ones wait.
-        """
-        writer = self._writer or self._connect()
-        records = self.log.read(self._sent.files)
-        events = [record for record, _ in records if record["kind"] == "event"]
-        for record, end in records:
-            # All events share one file, the history.
-            if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
-                self._current_file = record_name(record)
-                self._send_each(writer, [record])
-                self._mark(files=end)
-                return True
+        writer, offset = self._writer or self._connect(), getattr(self._sent, queue.name)
+        records, end = next_batch(self.log, offset, queue.kinds)
         if records:
-            self._mark(files=records[-1][1])
-        return bool(records)
+            self._send_each(writer, records)
+        if end > offset:
+            self._mark(**{queue.name: end})
+        return end > offset
 
     def _connect(self) -> "RunWriter":
         """Find or create the run; a run that does not have this log's records gets all of them.
@@ -327,7 +304,7 @@ class Tracker:
             Exception: any other error of MLflow's.
         """
         try:
-            self.num_points += writer.send(records) if records else 0
+            self.num_points += writer.send(records)
         except Exception as error:
             code = getattr(error, "error_code", None)  # only MLflow's errors have one
             if code and writer.is_deleted():
@@ -345,19 +322,19 @@ class Tracker:
                 self.refused.append(f"{name}: {reason}")
 
 
-def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
-    """The next records to send, and the offset after them.
+def next_batch(log: MetricsLog, offset: int, kinds: Sequence[str]) -> tuple[list[Record], int]:
+    """The next records of these kinds to send, and the offset after them.
 
-    Either metrics, up to the size of one request, or a single start, tag or finish; records of
-    other kinds are skipped.
+    Either metrics, up to the size of one request, or events, or a single record of another kind.
     """
     batch: list[Record] = []
-    start, num_points = offset, 0
+    num_points = 0
     for record, end in log.read(offset):
-        if record["kind"] in ("start", "tag", "finish"):
-            return (batch, offset) if offset > start else ([record], end)
-        if record["kind"] == "metrics":
-            num_points += len(record["values"])
+        kind = record["kind"]
+        if kind in kinds:
+            num_points += len(record.get("values", ()))
+            if batch and (kind not in BATCHED or kind != batch[0]["kind"]):
+                break
             if batch and num_points > MAX_METRICS:
                 break
             batch.append(record)
@@ -372,18 +349,14 @@ def record_name(record: Record) -> str:
     return str(record.get("path") or record.get("name") or record["kind"])
 
 
-class Replayed(NamedTuple):
-    """The number of new metric points, and what was not sent, each with the reason."""
-
-    num_points: int
-    refused: list[str]
-
-
 @limited_requests()
-def replay(log_path: Path, uri: str) -> Replayed:
+def replay(log_path: Path, uri: str) -> Tracker:
     """Send a log to its run in MLflow, or to a new run if MLflow has none for it.
 
     A second replay adds nothing. Only files in the log's folder are sent.
+
+    Returns:
+        The tracker; `refused` also has the files and models that were not sent.
 
     Raises:
         ValueError: there is no such log, or the file is not a log.
@@ -397,19 +370,19 @@ def replay(log_path: Path, uri: str) -> Replayed:
         )
     tracker = Tracker(log, uri, is_replay=True)
     try:
-        while tracker.send_points():
+        while tracker.send(tracker.points):
             pass
     except Exception as error:
         raise unusable(uri, error) from None
     try:
-        while tracker.send_file():
+        while tracker.send(tracker.files):
             pass
     except Exception as error:
         logger.warning("%s", unusable(uri, error))
-    models = [(tracker.run_id, record) for record in log.records("model")]
-    problems = zip(models, log_models(absolute_uri(uri), models), strict=True)
-    unlogged = [f"{record_name(record)}: {problem}" for (_, record), problem in problems if problem]
-    return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *unlogged])
+    models = [model | {"run_id": tracker.run_id} for model in recorded_models(log)]
+    tracker.refused += tracker.missing_files()
+    tracker.refused += [problem for _, problem in log_models(absolute_uri(uri), models)]
+    return tracker
 
 
 def log_models_later(uri: str, log_path: Path) -> threading.Thread:
@@ -419,12 +392,9 @@ def log_models_later(uri: str, log_path: Path) -> threading.Thread:
     """
 
     def log_all() -> None:
-        models = recorded_models(log_path)
-        problems = log_models(uri, [model for _, model in models])
-        for (path, _), problem in zip(models, problems, strict=True):
-            if problem:
-                text = "a model is not logged (%s); run: vit-ray replay %s URI"
-                logger.warning(text, problem, path)
+        for path, problem in log_models(uri, models_of_tree(log_path)):
+            text = "a model is not logged (%s); run: vit-ray replay %s URI"
+            logger.warning(text, problem, path)
 
     thread = threading.Thread(target=log_all, daemon=True)
     thread.start()
@@ -432,27 +402,30 @@ def log_models_later(uri: str, log_path: Path) -> threading.Thread:
     return thread
 
 
-def recorded_models(log_path: Path) -> list[tuple[Path, Model]]:
-    """Models of a run and its child runs, each with the path of its log.
+def recorded_models(log: MetricsLog) -> list[Record]:
+    """The models of a run: their records with the path of the log, and with the run's id.
 
-    A model has no run id until MLflow has all of its log: before, the id in a copied folder may be
-    that of the original.
+    The id is None until MLflow has all of the log: before, the id in a copied folder may be that of
+    the original.
     """
-    models, paths = list[tuple[Path, Model]](), [log_path]
+    sent = log.read_sent()
+    run_id = sent.run_id if sent.points >= log.size else None
+    return [{**record, "log": str(log.path), "run_id": run_id} for record in log.records("model")]
+
+
+def models_of_tree(log_path: Path) -> list[Record]:
+    """The models of a run and its child runs, as `recorded_models`."""
+    models, paths = list[Record](), [log_path]
     for path in paths:
         log = MetricsLog(path)
-        sent = log.read_sent()
-        run_id = sent.run_id if sent.offset >= log.size else None
-        for record in log.records("child", "model"):
-            if record["kind"] == "model":
-                models.append((path, (run_id, record)))
-            elif (child := Path(record["path"])) not in paths:
-                paths.append(child)
+        models += recorded_models(log)
+        children = dict.fromkeys(Path(record["path"]) for record in log.records("child"))
+        paths += [child for child in children if child not in paths]
     return models
 
 
-def log_models(uri: str, models: Sequence[Model]) -> list[str]:
-    """Log models; returns for each why it is not logged, empty if it is."""
+def log_models(uri: str, models: Sequence[Record]) -> list[tuple[str, str]]:
+    """Log models; returns for each that is not logged the path of its log, and why."""
     if not models:
         return []
     try:
@@ -465,6 +438,6 @@ def log_models(uri: str, models: Sequence[Model]) -> list[str]:
             timeout=MODELS_S,
         )
         problems = json.loads(completed.stdout.splitlines()[-1])
-        return [redact_uri(problem, uri) for problem in problems]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        return [redact_uri(repr(error), uri)] * len(models)
+        problems = [(model["log"], repr(error)) for model in models]
+    return [(path, redact_uri(problem, uri)) for path, problem in problems]

@@ -18,7 +18,7 @@ import time
 import torch
 
 from benchmarks.result import header, machine
-from vit_ray.measure.memory import unless_out_of_memory
+from vit_ray.measure.meters import unless_out_of_memory
 from vit_ray.models import build_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,7 +16,8 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.config import Recipe
 from vit_ray.measure import memory
-from vit_ray.measure.memory import GIB, is_out_of_memory, state_memory
+from vit_ray.measure.memory import GIB, state_memory
+from vit_ray.measure.meters import is_out_of_memory
 from vit_ray.models import build_model
 from vit_ray.training import memory_estimate
 from vit_ray.training.engine import DeepSpeedEngine, Predictor

@@ -14,18 +14,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.ranks import run_ranks
-from tests.worker.fakes import BATCH, FakeEngine, make_job
+from tests.worker.fakes import BATCH, FakeEngine, make_job, short_recipe
 from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.models import build_model
+from vit_ray.training import memory_estimate
 from vit_ray.worker import worker
-from vit_ray.worker.attempt import smaller_micro_batch, work_per_image
+from vit_ray.worker.attempt import smaller_micro_batch
 from vit_ray.worker.entry import GroupBackend, use_own_interface
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.worker import (
     check_same_on_all_ranks,
-    choose_micro_batch,
     initial_model,
     set_up_attempt,
     training_device,
@@ -45,35 +45,26 @@ def test_the_fewest_images_that_do_not_fit_end_the_run(tmp_path, mixup, fewest):
 
 
 @pytest.mark.parametrize(
-    ("asked", "others", "taken", "tried"),
-    [("auto", 9, 4, [1]), ("auto", 2, 2, [1]), (8, 9, 8, [])],
+    ("asked", "limit", "taken"), [("auto", None, 4), ("auto", 2, 2), (8, None, 8)]
 )
-def test_ranks_take_what_the_smallest_has_found_or_the_recipe_says(
-    tmp_path, monkeypatch, asked, others, taken, tried
+def test_a_pass_takes_what_a_trial_has_found_or_an_earlier_attempt_or_the_recipe_says(
+    monkeypatch, asked, limit, taken
 ):
     """On a GPU that is not there, on which a trial finds room for 4 images."""
-    world_sizes: list[int] = []
-
-    def find(recipe: Any, num_classes: int, world_size: int, device: Any) -> int:
-        world_sizes.append(world_size)
-        return 4
-
-    monkeypatch.setattr(worker, "tried_micro_batch", find)
+    monkeypatch.setattr(memory_estimate, "tried_micro_batch", lambda *_: 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    job = make_job(tmp_path, train={"micro_batch_size": asked})
-    assert choose_micro_batch(job, 1, lambda images: min(images, others)) == taken
-    assert world_sizes == tried
+    recipe = short_recipe(train={"micro_batch_size": asked})
+    assert memory_estimate.chosen_micro_batch(recipe, 10, 1, limit) == taken
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(
-    tmp_path, monkeypatch, every
-):
+def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(monkeypatch, every):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     train = {"activation_checkpointing": every, "precision": "bf16", "compile": False}
-    found = work_per_image(make_job(tmp_path, model={**MODEL, "depth": 2}, train=train))
+    recipe = short_recipe(model={**MODEL, "depth": 2}, train=train)
+    found = memory_estimate.compute_per_image(recipe, 10)
     assert found.peak_flops == 989e12  # NVIDIA's data sheet, without sparsity
     with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
         model = build_model("ViT", 10, 16, **{**TINY, "depth": 2})
@@ -103,6 +94,7 @@ def test_a_host_that_lacks_the_users_module_or_weights_ends_the_run_at_once(tmp_
 
 
 def test_the_stream_starts_again_where_an_older_checkpoint_is_restored(tmp_path, monkeypatch):
+    """And all ranks take the fewest images per pass that any of them has chosen."""
     newest, older = (
         SimpleNamespace(position=Position(Progress(n), n, n * BATCH, BATCH, {}, {}, ""), sha256="")
         for n in (3, 2)
@@ -114,7 +106,8 @@ def test_the_stream_starts_again_where_an_older_checkpoint_is_restored(tmp_path,
         return iter([samples_seen])
 
     for name, result in {
-        "agreed_checkpoint": newest, "choose_micro_batch": 4, "initial_model": None,
+        "agreed_checkpoint": newest, "chosen_micro_batch": 4, "all_max": [-2.0],
+        "initial_model": None,
         "DeepSpeedEngine": FakeEngine(), "restore_newest": older,
         "gather_by_own_group": lambda part: [part],
     }.items():  # fmt: skip
@@ -125,7 +118,7 @@ def test_the_stream_starts_again_where_an_older_checkpoint_is_restored(tmp_path,
     assert attempt is not None
     assert started == [3 * BATCH, 2 * BATCH]
     assert [*attempt.batches] == started[1:]
-    assert attempt.progress.step == 2
+    assert attempt.progress.step == attempt.context.micro_batch_size == 2
 
 
 def check_weights(rank: int, steps: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Estimate of a device's memory in a training step, by part; and errors of exhausted memory.
+"""Estimate of a device's memory in a training step, by part.
 
 Bytes per parameter follow the ZeRO paper (Rajbhandari et al., arXiv:1910.02054, section 3): bf16
 weights 2, gradients 4 (2 in the paper, in bf16; here a step's passes are summed in fp32), fp32
@@ -13,12 +13,11 @@ This module imports only torch, so that benchmarks run on a machine without othe
 """
 
 import contextlib
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -50,17 +49,6 @@ PREFETCH_ELEMENTS: Final = 50_000_000
 # every model of the paper. The backward pass uses those that are kept at the end of the forward
 # pass, and gathers the others again.
 GATHERED_ELEMENTS: Final = 1_000_000_000
-
-# Messages of `RuntimeError`s: of torch 2's allocators, and of CUDA libraries with their own memory.
-_EXHAUSTED = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER
-    "Failed to CUDA calloc",  # NCCL
-)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -267,29 +255,3 @@ def drop_gradients(weights: Iterable[Tensor]) -> None:
 
 def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a pass ran out of memory on this worker, in any library.
-
-    Errors of data tasks, which Ray raises here, do not count.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    is_of_torch = isinstance(error, RuntimeError) and not type(error).__module__.startswith("ray")
-    return is_of_torch and any(words in str(error) for words in _EXHAUSTED)
-
-
-def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None:
-    """The result of `run`, or None if it ran out of memory; its memory is free afterwards."""
-    try:
-        return run()
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
-            raise
-        # The error's frames refer to the pass's tensors, so it must not be used after this block.
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return None

@@ -1,5 +1,6 @@
 """Rates of a training run, time and memory of its device, and a profiler trace of some steps."""
 
+import gc
 import itertools
 import logging
 import resource
@@ -9,12 +10,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from vit_ray.metric_names import PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
+
+# Messages of `RuntimeError`s: of torch 2's allocators, and of CUDA libraries with their own memory.
+_EXHAUSTED: Final = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER
+    "Failed to CUDA calloc",  # NCCL
+)
 
 T = TypeVar("T")
 
@@ -76,6 +86,32 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a pass ran out of memory on this worker, in any library.
+
+    Errors of data tasks, which Ray raises here, do not count.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_of_torch = isinstance(error, RuntimeError) and not type(error).__module__.startswith("ray")
+    return is_of_torch and any(words in str(error) for words in _EXHAUSTED)
+
+
+def unless_out_of_memory(run: Callable[[], T], device: torch.device) -> T | None:
+    """The result of `run`, or None if it ran out of memory; its memory is free afterwards."""
+    try:
+        return run()
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+            raise
+        # The error's frames refer to the pass's tensors, so it must not be used after this block.
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
 
 
 def profiled(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config import Recipe
+from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.memory import (
     GIB,
     MemoryEstimate,
@@ -23,18 +24,20 @@ from vit_ray.measure.memory import (
     gpu_kernels,
     peak_bytes,
     state_memory,
-    unless_out_of_memory,
 )
+from vit_ray.measure.meters import Compute, unless_out_of_memory
 from vit_ray.models.build import recompute
 from vit_ray.models.flops import count_exaflops, count_macs, forward_macs
 from vit_ray.own_parts import is_own
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.optimizers import STEP_COUNT, state_types
-from vit_ray.training.steps import pass_sizes
+from vit_ray.training.steps import micro_batch_size, pass_sizes
 
 META: Final = torch.device("meta")
 # Reserved for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
 RESERVED_FRACTION: Final = 0.05
+# Images per pass on a CPU; larger passes are no faster there and only take memory.
+_CPU_LIMIT: Final = 64
 
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
@@ -72,6 +75,14 @@ def step_macs(recipe: Recipe, num_classes: int) -> int:
     forward = forward_pass(model, recipe, batch_size)
     macs = count_macs(lambda: forward().backward())  # type: ignore[no-untyped-call]
     return macs // batch_size
+
+
+def compute_per_image(recipe: Recipe, num_classes: int) -> Compute:
+    """Work of a step for one image, and the peak of this process's GPU, if it has one."""
+    peak = None
+    if torch.cuda.is_available():
+        peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
+    return Compute(step_macs(recipe, num_classes), peak)
 
 
 @functools.lru_cache(maxsize=256)
@@ -173,6 +184,22 @@ def largest_micro_batch(
         key=lambda size: estimate_memory(recipe, num_classes, size, world_size, stage).total,
     )
     return sizes[fitting - 1] if fitting else None
+
+
+def chosen_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, limit: int | None = None
+) -> int:
+    """Images per pass on this worker: as in the recipe, or at most what fits.
+
+    Args:
+        limit: the largest size to take; None = for `auto`, try what fits on this process's GPU.
+    """
+    if recipe.train.micro_batch_size == "auto" and limit is None:
+        limit = _CPU_LIMIT
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            limit = tried_micro_batch(recipe, num_classes, world_size, device)
+    return micro_batch_size(recipe, world_size, limit)
 
 
 def tried_micro_batch(

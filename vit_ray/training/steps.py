@@ -6,13 +6,9 @@ more accumulation.
 """
 
 import math
-from typing import Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import OptimConfig
-
-# Images per pass on a CPU; larger passes are no faster there and only take memory.
-CPU_LIMIT: Final = 64
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:

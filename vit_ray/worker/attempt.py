@@ -18,9 +18,7 @@ import torch
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
 from vit_ray.lock import LockLostError
-from vit_ray.measure.devices import peak_flops
-from vit_ray.measure.memory import is_out_of_memory
-from vit_ray.measure.meters import Compute, profiled
+from vit_ray.measure.meters import is_out_of_memory, profiled
 from vit_ray.measure.phases import Phase, phase_metrics
 from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
@@ -44,7 +42,7 @@ from vit_ray.training.loop import (
     TrainingLoop,
     as_tensor,
 )
-from vit_ray.training.memory_estimate import step_macs
+from vit_ray.training.memory_estimate import compute_per_image
 from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, TrainJob, UnrecoverableError
@@ -128,7 +126,7 @@ class Attempt:
             batches = self._with_crops_kept(batches)
         loop = TrainingLoop(
             self.engine, batches, self.job.recipe, self.context, self, progress,
-            work_per_image(self.job),
+            compute_per_image(self.job.recipe, self.job.num_classes),
         )  # fmt: skip
         # Asked before the first step, which takes long: it compiles, and waits for its batch.
         if not self.context.all_sum([float(self.link.is_ending())])[0]:
@@ -350,11 +348,3 @@ def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
     return SmallerMicroBatchError(
         f"{failed} images per pass do not fit; trying at most {limit}", limit
     )
-
-
-def work_per_image(job: TrainJob) -> Compute:
-    """Multiply-adds of the model per image, and the peak FLOP/s of this worker's GPU, if any."""
-    recipe, peak = job.recipe, None
-    if torch.cuda.is_available():
-        peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
-    return Compute(step_macs(recipe, job.num_classes), peak)

@@ -17,7 +17,7 @@ from vit_ray.config.training_sections import EvalConfig
 from vit_ray.evaluation.accuracy import AccuracySums, Confusion, ExampleImages
 from vit_ray.evaluation.few_shot import FewShot
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.measure.memory import is_out_of_memory
+from vit_ray.measure.meters import is_out_of_memory
 from vit_ray.metric_names import (
     DEV_GROUP,
     EVAL_GROUP,

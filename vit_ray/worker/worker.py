@@ -4,7 +4,7 @@ import os
 import platform
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
@@ -20,9 +20,8 @@ from vit_ray.storage import locate
 from vit_ray.training.collectives import all_max, all_sum
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
-from vit_ray.training.memory_estimate import tried_micro_batch
+from vit_ray.training.memory_estimate import chosen_micro_batch
 from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.steps import CPU_LIMIT, accumulation_steps, micro_batch_size
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import (
@@ -91,9 +90,9 @@ def set_up_attempt(
         checkpoint = agreed_checkpoint(run_folder, damaged, device)
     if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
         return None
-    micro = choose_micro_batch(
-        job, world_size, lambda images: -int(all_max([-float(images)], device)[0])
-    )
+    # Ranks with different GPUs must do the same number of passes: the smallest size of all ranks.
+    chosen = chosen_micro_batch(recipe, job.num_classes, world_size, job.micro_batch_limit)
+    micro = -int(all_max([-float(chosen)], device)[0])
     samples_seen = checkpoint.position.samples_seen if checkpoint else 0
     # The first batch is read during the rest of the set-up.
     batches = training_batches(job, world_size, streams, samples_seen, device)
@@ -102,7 +101,7 @@ def set_up_attempt(
         train,
         recipe.optim,
         micro_batch_size=micro,
-        accumulation_steps=accumulation_steps(train.global_batch_size, micro, world_size),
+        accumulation_steps=train.global_batch_size // (micro * world_size),
         loss_function=make_loss(recipe),
     )
     assert engine.device == device, (engine.device, device)
@@ -170,22 +169,6 @@ def training_batches(
         return iter(())  # at most the last evaluation remains
     batches = streams.training_batches(batch_size // world_size, samples_seen, total_samples)
     return device_batches(with_unrecoverable_errors(batches), device, BATCHES_AHEAD)
-
-
-def choose_micro_batch(job: TrainJob, world_size: int, agree: Callable[[int], int]) -> int:
-    """Images per pass: as in the recipe, or at most what fits.
-
-    Args:
-        agree: returns the minimum over all ranks: ranks with different GPUs must do the same number
-            of passes.
-    """
-    limit = job.micro_batch_limit
-    if job.recipe.train.micro_batch_size == "auto" and limit is None:
-        limit = CPU_LIMIT
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            limit = tried_micro_batch(job.recipe, job.num_classes, world_size, device)
-    return agree(micro_batch_size(job.recipe, world_size, limit))
 
 
 def initial_model(

@@ -143,10 +143,6 @@ def without_credentials(path: str) -> str:
     return path
 
 
-class OtherFileError(ValueError):
-    """A SQLite file that is not MLflow's."""
-
-
 def require_store(uri: str) -> None:
     """Check that a tracking store exists: for a mistyped path MLflow would create a database.
 
@@ -155,8 +151,7 @@ def require_store(uri: str) -> None:
     """
     path = sqlite_file(uri)
     if path is not None and not path.is_file():
-        what = "it is a folder" if path.is_dir() else "no such file"
-        raise ValueError(f"tracking.uri={uri}: {what}; {_GIVE_STORE}")
+        raise ValueError(f"tracking.uri={uri}: no such file; {_GIVE_STORE}")
     refuse_other_file(uri)
 
 
@@ -164,25 +159,22 @@ def refuse_other_file(uri: str) -> None:
     """Check that a SQLite file, if it exists, is MLflow's, which adds its tables to any database.
 
     Raises:
-        OtherFileError: the file is not a database, or that of another program.
+        ValueError: the file is not a database, or that of another program.
     """
     path = sqlite_file(uri)
     if path is None or not path.is_file():
         return
-    address, tables = f"file:{quote(str(path.absolute()))}?mode=ro", list[str]()
+    address, tables = f"file:{quote(str(path.absolute()))}?mode=ro", ""
     try:
         with contextlib.closing(sqlite3.connect(address, timeout=0.0, uri=True)) as store:
             rows = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            tables = sorted(name for (name,) in rows)
+            tables = ", ".join(sorted(name for (name,) in rows))
     except sqlite3.Error as error:  # MLflow itself reports a database that is locked or damaged
-        if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
-            raise OtherFileError(
-                f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}"
-            ) from None
-    if tables and _FIRST_TABLE not in tables:
-        raise OtherFileError(
-            f"tracking.uri={uri}: the database belongs to another program (its tables are "
-            f"{', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''}); {_GIVE_STORE}"
+        tables = str(error) if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB else ""
+    if tables and _FIRST_TABLE not in tables.split(", "):
+        raise ValueError(
+            f"tracking.uri={uri}: the file belongs to another program ({tables[:80]}); "
+            f"{_GIVE_STORE}"
         )
 
 

@@ -14,13 +14,7 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from vit_ray.addresses import (
-    OtherFileError,
-    absolute_uri,
-    refuse_other_file,
-    require_store,
-    sqlite_file,
-)
+from vit_ray.addresses import absolute_uri, refuse_other_file, require_store, sqlite_file
 from vit_ray.internals import hide_modules
 from vit_ray.metric_names import (
     DEV_TOP1,
@@ -96,7 +90,7 @@ def open_client(uri: str) -> MlflowClient:
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
-        OtherFileError: as `refuse_other_file`.
+        ValueError: as `refuse_other_file`.
         Exception: any error of MLflow's if the store cannot be used.
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
@@ -136,7 +130,7 @@ def asking(uri: str) -> Iterator[MlflowClient]:
     """A client of an existing store that answers; requests in this block have short limits.
 
     Raises:
-        ValueError: as `require_store` and `refuse_other_file`.
+        ValueError: as `require_store`.
         RuntimeError: the store does not answer at the start or later in the block, or there is no
             such kind of store; the message is one line without the address's secrets.
         TimeoutError: as `open_client`.
@@ -146,7 +140,7 @@ def asking(uri: str) -> Iterator[MlflowClient]:
         try:
             client = open_client(uri)
             client.search_experiments(max_results=1)
-        except (TimeoutError, OtherFileError):  # these messages say all that is needed
+        except TimeoutError:  # its message says all that is needed
             raise
         except Exception as error:
             raise unusable(uri, error) from None

@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from vit_ray.tracking.mlflow_client import MlflowClient
 
 
-def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
+def report(recipe: Recipe) -> "Written":
     """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
     The page and its figures are kept as artifacts of that run, unless the store is a copy of
     another (`are_own_files`).
-
-    Args:
-        keep_with: id of a run: report on the whole experiment, and keep the page with this run.
 
     Raises:
         ValueError: MLflow has no such runs.
@@ -40,18 +37,18 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
 
     uri = recipe.tracking.uri
     with asking(uri) as client:
-        run_id = None if keep_with else _newest_run(client, recipe)
-        written, page_run = write_page(recipe, run_id), keep_with or run_id
-        if page_run is None:
+        run_id = _newest_run(client, recipe)
+        written = write_page(recipe, run_id)
+        if run_id is None:
             if not written.is_empty:
                 line = f"no run {recipe.name!r}; this page is of the whole experiment"
                 written.missing.insert(0, line)
             return written
-        artifacts = str(client.get_run(page_run).info.artifact_uri)
+        artifacts = str(client.get_run(run_id).info.artifact_uri)
         try:
             if not are_own_files(uri, artifacts):
                 raise ValueError("not below mlruns/ next to the store")
-            keep_page(client, page_run, written, "experiment" if keep_with else "")
+            keep_page(client, run_id, written)
         except Exception as error:  # also of a bucket's library
             files = f"MLflow has its files at {local_folder(artifacts) or artifacts}: {error}"
             print(

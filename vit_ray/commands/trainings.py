@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from vit_ray.addresses import redact
-from vit_ray.commands.tracking_store import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
@@ -231,8 +230,10 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> None:
         if not math.isnan(top1)  # of a failed evaluation
     }
     _print_figures("Top-1 accuracy on the test set", figures)
-    if (run_id := swept.published.run_id) is not None:
-        print(f"report of all runs: {report(recipe, keep_with=run_id).page}")
+    if swept.published.run_id is not None:
+        from vit_ray.experiments.write_page import write_page  # with charts: seconds
+
+        print(f"report of all runs: {write_page(recipe, None).page}")
 
 
 def _trained(recipe: Recipe) -> RunResult:

@@ -1,7 +1,6 @@
 """The page of a run and its child runs, next to its checkpoints and with the run in MLflow."""
 
 import contextlib
-import os
 import re
 from typing import Final
 
@@ -28,16 +27,16 @@ def write_page(recipe: Recipe, run_id: str | None) -> Written:
     return write_report(uri, run_id or recipe.tracking.experiment, page, opening)
 
 
-def keep_page(client: MlflowClient, run_id: str, written: Written, folder: str = "") -> None:
+def keep_page(client: MlflowClient, run_id: str, written: Written) -> None:
     """Store a page with a run in MLflow: the file, the figures as PNG, the tables as JSON."""
-    client.log_artifact(run_id, str(written.page), folder or None)
+    client.log_artifact(run_id, str(written.page))
     uri = str(client.get_run(run_id).info.artifact_uri)
     artifacts = get_artifact_repository(uri, client.tracking_uri)
     for caption, figure in written.figures.items():
-        path = os.path.join(folder, "figures", f"{_file_name(caption)}.png")
+        path = f"figures/{_file_name(caption)}.png"
         client.log_figure(run_id, figure, path, save_kwargs={"dpi": DOTS_PER_INCH})
     for caption, table in written.tables.items():
-        path = os.path.join(folder, "tables", f"{_file_name(caption)}.json")
+        path = f"tables/{_file_name(caption)}.json"
         # `log_table` would append rows to an earlier table.
         with contextlib.suppress(Exception):  # there is none yet, or the store cannot delete
             artifacts.delete_artifacts(path)  # type: ignore[no-untyped-call]

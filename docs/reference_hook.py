@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from vit_ray import MODULES
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config.keys import all_keys, sections
+from vit_ray.config.keys import KEYS, sections
 from vit_ray.config.loading import header_of, recipe_names, recipes_folder
 
 _ON_RESUME = (
@@ -90,7 +90,7 @@ def api_page() -> str:
 def _section(name: str) -> str:
     lines = [f"## {name or 'The recipe itself'}\n", f"{sections()[name]}\n"]
     lines += ["| key | default | allowed | meaning | on resume |", "|---|---|---|---|---|"]
-    for key in all_keys():
+    for key in KEYS:
         if key.section == name:
             names = (f"`{key.name}`", f"`{key.default}`", f"`{key.allowed}`")
             on_resume = key.on_resume.value if key.on_resume else ""

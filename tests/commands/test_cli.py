@@ -21,7 +21,7 @@ from vit_ray.commands import cli, trainings
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trainings import print_metrics, print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import all_keys, keys_below
+from vit_ray.config.keys import KEYS, keys_below
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
@@ -106,13 +106,13 @@ def test_keys_are_shown_by_section_and_counted():
     assert "train.loss" not in shown
     assert int(run_cli("keys", "optim", "--count").stdout) == shown.count("\n  optim.")
     assert int(run_cli("keys", "--count").stdout) <= 195
-    assert all(len(key.meaning) >= 8 for key in all_keys())
+    assert all(len(key.meaning) >= 8 for key in KEYS)
     assert "study.models" in run_cli("keys", "--of=scaling_study").stdout
     assert "study" in run_cli("scaling-study", "--help").stdout
 
 
 def test_defaults_are_those_that_a_recipe_gets_in_every_environment(monkeypatch):
-    defaults = {key.name: key.default for key in all_keys()}
+    defaults = {key.name: key.default for key in KEYS}
     values = Recipe(name="x").model_dump(mode="json")
     for name in defaults.keys() - {"name"}:
         node = values

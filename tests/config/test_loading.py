@@ -12,7 +12,7 @@ from mlflow.utils.validation import _validate_tag
 from ray._private.label_utils import validate_label_selector
 
 from vit_ray.config import Recipe, load_recipe, loading
-from vit_ray.config.keys import all_keys
+from vit_ray.config.keys import KEYS
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.schema import _ALIASES, keys_of
@@ -148,7 +148,7 @@ def test_paths_in_a_shipped_recipe_are_of_the_current_folder_and_those_in_a_copy
 
 
 def test_every_key_with_a_path_is_of_the_recipes_folder(path):
-    keys = [key.name for key in all_keys() if "a folder, a file or an s3://" in key.allowed]
+    keys = [key.name for key in KEYS if "a folder, a file or an s3://" in key.allowed]
     assert sorted(keys) == sorted(PLACES)
     path.write_text(
         "name: run\ndeduplicate: {source: a, evaluation_sets: [b, s3://b/c], destination: d}\n"

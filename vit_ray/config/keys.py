@@ -53,10 +53,13 @@ _OFF: Final = ("None", "0", "0.0")
 DATA_SET: Final = "the data set's fingerprint"
 
 
-_KEYS: Final = {key.name: key for key in keys_of(Recipe)}
-_MARKS: Final[dict[str, OnResume | None]] = {
-    DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in _KEYS.values()},
-}  # fmt: skip
+# Every key that takes a value, also a list of sections, in the order of the schema.
+KEYS: Final = [
+    key
+    for key in keys_of(Recipe)
+    if section_type(key.field.annotation) is None or is_list(key.field.annotation)
+]
+_MARKS: Final = {DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in KEYS}}
 # Keys that decide what is measured, not the weights; the same set may have moved.
 EVALUATED_SETS: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.EVALUATED)
 LENGTH: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.LENGTH)
@@ -117,7 +120,7 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
     """Keys of a flat recipe that have no effect because of the values of its other keys."""
     return {
         key.name
-        for key in _KEYS.values()
+        for key in KEYS
         if key.used_if and (value := flat.get(f"{key.section}.{key.used_if.key}")) is not None
         if (value not in key.used_if.values if key.used_if.values else value in _OFF)
         and not is_own(value)
@@ -134,27 +137,15 @@ def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     return [key for key, paths in relative_paths.items() if len(paths) == 1]
 
 
-def all_keys() -> list[Key]:
-    """Every key that takes a value, also a list of sections, in the order of the schema."""
-    return [
-        key
-        for key in _KEYS.values()
-        if section_type(key.field.annotation) is None or is_list(key.field.annotation)
-    ]
-
-
 def sections() -> dict[str, str]:
     """Every section and its meaning; the first, without a name, is the recipe itself."""
-    types: dict[str, type | None] = {
-        "": Recipe, **{key.name: section_type(key.field.annotation) for key in _KEYS.values()},
-    }  # fmt: skip
-    return {name: one_line(kind.__doc__) for name, kind in types.items() if kind}
+    return {key.section: one_line(key.schema.__doc__) for key in KEYS}
 
 
 def keys_below(*prefixes: str) -> list[Key]:
     """The keys that are, or are below, one of the prefixes; without prefixes all."""
     below = tuple(f"{prefix}." for prefix in prefixes) or ""
-    return [key for key in all_keys() if f"{key.name}.".startswith(below)]
+    return [key for key in KEYS if f"{key.name}.".startswith(below)]
 
 
 def count_keys(keys: Iterable[Key]) -> int:

@@ -20,7 +20,8 @@ import pytest
 
 from tests.two_holders import holders, in_folder, lock_bucket
 from vit_ray import lock
-from vit_ray.lock import HeldError, LockLostError, Owner, check_lock, hold_lock, this_process
+from vit_ray.lock import HeldError, Owner, check_lock, hold_lock, this_process
+from vit_ray.outcomes import LockLostError
 from vit_ray.storage import RIGHTS_PROBE, Location, locate
 
 HOLD = """

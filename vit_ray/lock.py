@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import psutil
 
+from vit_ray.outcomes import LockLostError
 from vit_ray.storage import HALF_WRITTEN, RIGHTS_PROBE, Location
 
 HEARTBEAT_S = 10.0
@@ -54,10 +55,6 @@ Owner = dict[str, Any]
 
 class HeldError(ValueError):
     """Another process, which the text names, holds the folder."""
-
-
-class LockLostError(RuntimeError):
-    """Another process has taken over the folder; this one must not write there."""
 
 
 def end_process(reason: str) -> None:

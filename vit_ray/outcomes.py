@@ -57,6 +57,10 @@ class RunStoppedError(RuntimeError):
     """An evaluation, a sweep or a study was stopped on request."""
 
 
+class LockLostError(RuntimeError):
+    """Another process has taken over the run's folder; this one must not write there."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a run ends when a restart would not help.

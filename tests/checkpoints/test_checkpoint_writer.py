@@ -27,7 +27,8 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from vit_ray.config.training_sections import CheckpointConfig
-from vit_ray.lock import LockLostError, hold_lock, this_process
+from vit_ray.lock import hold_lock, this_process
+from vit_ray.outcomes import LockLostError
 from vit_ray.storage import Location, locate
 
 NAMES = ["blocks.10.w", "blocks.2.w", "a", "a.b", "\u00e4", 'quoted "name"', "last"]

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig
-from vit_ray.lock import LockLostError
+from vit_ray.outcomes import LockLostError
 from vit_ray.storage import locate
 from vit_ray.training.training_state import fill_on_all_ranks
 from vit_ray.worker import saving
@@ -206,10 +207,11 @@ def resume(rank: int, *folders: Path) -> list[tuple[Any, list[float], list[str]]
     for folder in folders:
         warnings: list[str] = []
         engine: Any = Engine(rank)
+        find = partial(checkpoint_to_resume, locate(str(folder)), warnings.append)
         try:
-            newest = agreed_checkpoint(locate(str(folder)), warnings.append, CPU)
+            newest = agreed_checkpoint(find, CPU)
             if newest is not None:
-                newest = restore_newest(engine, newest, locate(str(folder)), warnings.append)
+                newest = restore_newest(engine, newest, find, warnings.append)
             step = newest and newest.position.step
         except UnrecoverableError as error:
             step = str(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import time
 import uuid
@@ -30,6 +31,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     PartialCheckpointError,
     is_committed,
 )
+from vit_ray.lock import sees_lock
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.storage import Location, locate
 
@@ -43,6 +45,24 @@ _ABANDONED: Final = f"{COMMIT}.damaged"
 logger = logging.getLogger(__name__)
 
 Warn = Callable[[str], object]
+
+
+def shared_folder(run_folder: str, lock_number: int | None) -> Location:
+    """The run's folder, on a machine of the run's workers.
+
+    Args:
+        lock_number: of the driver's lock of the folder; None if nothing is written there.
+
+    Raises:
+        ValueError: the folder is not shared: this machine does not see the lock.
+    """
+    folder = locate(run_folder)
+    if lock_number is not None and not sees_lock(folder, lock_number):
+        raise ValueError(
+            f"the worker on {platform.node()} does not see the driver's files in {folder.uri}; "
+            "output must be a path that all nodes share (NFS, Lustre), or an s3:// address"
+        )
+    return folder
 
 
 def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:

@@ -17,7 +17,6 @@ import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
-from vit_ray.lock import LockLostError
 from vit_ray.measure.meters import is_out_of_memory, profiled
 from vit_ray.measure.phases import Phase, phase_metrics
 from vit_ray.metric_names import (
@@ -29,7 +28,7 @@ from vit_ray.metric_names import (
     STARTUP_COMPILE_S,
     STARTUP_FIRST_STEP_S,
 )
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, LockLostError
 from vit_ray.own_parts import own_part
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.training.collectives import all_max, all_rows

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
-from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
-from vit_ray.lock import LockLostError, sees_lock
-from vit_ray.outcomes import EventKind
-from vit_ray.storage import Location, locate
+from vit_ray.outcomes import EventKind, LockLostError
 from vit_ray.training.collectives import read_by_first
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.worker.job import TrainJob, UnrecoverableError
@@ -29,6 +26,9 @@ from vit_ray.worker.run_link import RunLink
 # Longest wait for the previous checkpoint, with all retries while storage is away.
 WRITE_TIMEOUT_S: Final = 1800.0
 REMIND_S: Final = 60.0
+
+# Finds the newest complete checkpoint of the run: `checkpoint_to_resume`, for the run's folder.
+FindCheckpoint = Callable[..., Checkpoint | None]
 
 
 def start_thread(work: Callable[[], None]) -> None:
@@ -143,21 +143,6 @@ class CheckpointSaver:
             writing.set_exception(error)
 
 
-def check_folder_is_shared(job: TrainJob, node: str) -> None:
-    """Check that this worker sees the driver's lock in the run's folder.
-
-    Raises:
-        UnrecoverableError: the folder is not shared: no checkpoint could be complete.
-    """
-    folder = locate(job.recipe.run_folder)
-    if job.lock_number is not None and not sees_lock(folder, job.lock_number):
-        raise UnrecoverableError(
-            f"the worker on {node} does not see the driver's files in {folder.uri}; output must "
-            "be a path that all nodes share (NFS, Lustre), or an s3:// address",
-            is_agreed=False,
-        )
-
-
 def make_position(job: TrainJob, engine: DeepSpeedEngine, progress: Progress) -> Position:
     """A copy of the run's present position, without MLflow's run id, for which training does not
     wait.
@@ -177,25 +162,14 @@ def make_position(job: TrainJob, engine: DeepSpeedEngine, progress: Progress) ->
     )
 
 
-def agreed_checkpoint(
-    run_folder: Location,
-    warn: Callable[[str], object],
-    device: torch.device,
-    below: int | None = None,
-) -> Checkpoint | None:
+def agreed_checkpoint(find: FindCheckpoint, device: torch.device) -> Checkpoint | None:
     """The newest complete checkpoint, which rank 0 looks up; all ranks call this.
-
-    Args:
-        warn: called on rank 0 with the reason for each newer checkpoint that is not used.
-        below: only checkpoints before this step.
 
     Raises:
         UnrecoverableError: there are checkpoints, but none is complete, or storage does not answer.
     """
     try:
-        newest: Checkpoint | None = read_by_first(
-            lambda: checkpoint_to_resume(run_folder, warn, below), device
-        )
+        newest: Checkpoint | None = read_by_first(find, device)
     except ValueError as error:
         raise UnrecoverableError(str(error)) from None
     return newest
@@ -204,10 +178,14 @@ def agreed_checkpoint(
 def restore_newest(
     engine: DeepSpeedEngine,
     newest: Checkpoint,
-    run_folder: Location,
+    find: FindCheckpoint,
     warn: Callable[[str], object],
 ) -> Checkpoint:
     """Restore the checkpoint, or an older one if a rank finds it damaged; all ranks call this.
+
+    Args:
+        find: as for `agreed_checkpoint`; with `below`, only checkpoints before this step.
+        warn: called with the reason why a checkpoint is not used.
 
     Returns:
         The checkpoint that was restored.
@@ -221,6 +199,6 @@ def restore_newest(
             return newest
         except DamagedCheckpointError as error:
             warn(f"{error}; passed over")
-        older = agreed_checkpoint(run_folder, warn, engine.device, below=newest.position.step)
+        older = agreed_checkpoint(partial(find, below=newest.position.step), engine.device)
         assert older is not None, "`agreed_checkpoint` raises an error instead"
         newest = older

@@ -1,7 +1,6 @@
 """One Ray Train worker: builds model, engine, streams and checkpoint writer; runs an attempt."""
 
 import os
-import platform
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from torch import nn
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.init_weights import open_weights
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, shared_folder
 from vit_ray.config.schema import errors_of
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import locate
 from vit_ray.training.collectives import all_max, all_sum
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
@@ -35,7 +34,6 @@ from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import (
     CheckpointSaver,
     agreed_checkpoint,
-    check_folder_is_shared,
     gather_by_own_group,
     restore_newest,
 )
@@ -56,7 +54,6 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
     link.watchdog.start()
     try:
         with reported_failures(link):
-            check_folder_is_shared(job, platform.node())
             if job.kind == "evaluate":
                 evaluate_alone(job, link, streams, device)
             elif attempt := set_up_attempt(job, link, streams, device):
@@ -84,10 +81,14 @@ def set_up_attempt(
 ) -> Attempt | None:
     """Build this worker's parts; all ranks call it. None if an earlier attempt ended the run."""
     recipe, train, world_size = job.recipe, job.recipe.train, link.world_size
-    run_folder = locate(recipe.run_folder)
     damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
     with link.watchdog.paused():  # storage has other limits
-        checkpoint = agreed_checkpoint(run_folder, damaged, device)
+        try:
+            run_folder = shared_folder(recipe.run_folder, job.lock_number)
+        except ValueError as error:
+            raise UnrecoverableError(str(error), is_agreed=False) from None
+        find = partial(checkpoint_to_resume, run_folder, damaged)
+        checkpoint = agreed_checkpoint(find, device)
     if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
         return None
     # Ranks with different GPUs must do the same number of passes: the smallest size of all ranks.
@@ -107,7 +108,7 @@ def set_up_attempt(
     assert engine.device == device, (engine.device, device)
     progress = Progress()
     if checkpoint is not None:
-        checkpoint = restore_newest(engine, checkpoint, run_folder, damaged)
+        checkpoint = restore_newest(engine, checkpoint, find, damaged)
         position = checkpoint.position
         if position.samples_seen != samples_seen:  # an older checkpoint
             batches = training_batches(job, world_size, streams, position.samples_seen, device)

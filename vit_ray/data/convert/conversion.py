@@ -61,7 +61,8 @@ from vit_ray.data.dataset import (
 )
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.shard_writer import RESERVED_NAMES
-from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
+from vit_ray.lock import HeldError, check_lock, hold_lock
+from vit_ray.outcomes import LockLostError
 from vit_ray.storage import Location, absolute, locate, with_retries
 
 _LOG: Final = logging.getLogger(__name__)

@@ -93,7 +93,7 @@ def test_no_batch_is_of_another_step_recipe_or_data_set_than_the_runs(file, reci
         ((folder, "step=1", "sed=4"), "unknown key sed; did you mean seed?"),
         ((file, "step=1"), "seed was 5 and is 0"),
         ((folder, "step=1", "data.augment.flip=false"), "flip was True and is False"),
-        ((folder, "step=1", f"data.train={sets / 'small'}"), "is not the data set of the run"),
+        ((folder, "step=1", f"data.train={sets / 'small'}"), "own data set as data.train=PATH"),
     ]:
         code, text = said("batch", *words)
         assert (code, told in text) == (2, True), text

@@ -21,13 +21,13 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
-from vit_ray.config.keys import DATA_SET, Change, incompatible_changes, on_resume
+from vit_ray.config.keys import DATA_SET, Change, on_resume
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import OnResume
 from vit_ray.evaluation.examples import sheet
 from vit_ray.launch.dataset import batches_of, read_batch
-from vit_ray.launch.named_run import find_run, named_folder
+from vit_ray.launch.named_run import changes_since, find_run, named_folder
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import hold_lock, is_lock_file
 from vit_ray.outcomes import BRANCH_NOTE, origin_of
@@ -117,11 +117,7 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
     Raises:
         ValueError: the fork cannot continue with a change, or would train nothing.
     """
-    before = recipe_from_dict(position.recipe, where="the recipe of the checkpoint")
-    changes = incompatible_changes(
-        {DATA_SET: position.data_fingerprint, **before.flat()},
-        {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()},
-    )
+    _, changes = changes_since(position, resolved)
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         advice = ""
         if any(change.key == DATA_SET for change in fixed):

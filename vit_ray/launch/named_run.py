@@ -55,8 +55,7 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
             differs from the recipe with which the run was trained.
     """
     source, folder = named_folder(source, overrides)
-    is_file = folder.info().kind == "file"
-    newest = None if is_file else newest_checkpoint(folder)
+    newest = newest_checkpoint(folder)
     if newest is not None:
         recorded = where_it_lies(newest.position.recipe, folder)
         recorded["output"], _, name = folder.uri.rpartition("/")
@@ -64,7 +63,7 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
             recorded["name"] = name
         recipe = recipe_from_dict(changed(recorded, overrides), f"the recipe of {source}")
     else:
-        files = [] if is_file else folder.list_files(recursive=False)
+        files = folder.list_files(recursive=False)
         has_begun = any(is_lock_file(file.base_name) for file in files)
         if has_begun or list_checkpoints(folder):  # also where a recipe has the folder's name
             raise ValueError(
@@ -80,20 +79,32 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
         return resolve_run(recipe)
     position = newest.position
     resolved = resolve_run(recipe, begun=position.recipe["data"]["shuffle_window"])
-    if resolved.manifest.fingerprint != position.data_fingerprint:
+    _, changes = changes_since(position, resolved)
+    if changes := [c for c in changes if c.key not in (*EVALUATED_SETS, *LENGTH)]:
         raise ValueError(
-            f"{resolved.manifest.path} is not the data set of the run {recipe.name!r}: its "
-            f"fingerprint is {resolved.manifest.fingerprint[:12]}, and the run's is "
-            f"{position.data_fingerprint[:12]}; give the run's own data set as data.train=PATH"
-        )
-    before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}")
-    ignored = (*EVALUATED_SETS, *LENGTH)
-    if changes := incompatible_changes(before.flat(), recipe.flat(), without=ignored):
-        raise ValueError(
-            f"run {recipe.name!r} was trained with another recipe: {_listed(changes)}; "
-            f"give the run's folder, {recipe.run_folder}, without changes, or another name"
+            f"run {recipe.name!r} was trained with another recipe: {_listed(changes)}; give the "
+            f"run's folder, {recipe.run_folder}, without changes, the run's own data set as "
+            "data.train=PATH, or another name"
         )
     return resolved
+
+
+def changes_since(position: Position, resolved: ResolvedRun) -> tuple[Recipe, list[Change]]:
+    """The recipe of a checkpoint, and the deciding keys, and the data set, that have changed.
+
+    Raises:
+        ValueError: another version of this package has written the recipe.
+    """
+    # Not a copy by `with_changes`, which would be checked as a new recipe.
+    before = validated(
+        Recipe,
+        position.recipe,
+        f"run {position.recipe.get('name')!r} was started by another version of vit_ray; resume it "
+        "with that one, or choose another name",
+    )
+    then = {DATA_SET: position.data_fingerprint, **before.flat()}
+    now = {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()}
+    return before, incompatible_changes(then, now)
 
 
 def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
@@ -194,25 +205,17 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
         ValueError: some changes need confirmation, or no run can continue with them; names each.
     """
     recipe, total_steps = resolved.recipe, resolved.total_steps
-    # Not a copy by `with_changes`, which would be checked as a new recipe.
-    before = validated(
-        Recipe,
-        position.recipe,
-        f"run {recipe.name!r} was started by another version of vit_ray; resume it with that one, "
-        "or choose another name",
-    )
     step, progress, run = position.step, position.progress, f"run {recipe.name!r}"
-    then = {DATA_SET: position.data_fingerprint, **before.flat()}
-    now = {DATA_SET: resolved.manifest.fingerprint, **recipe.flat()}
-    all_changes = incompatible_changes(then, now, without=LENGTH)
-    changes = [change for change in all_changes if not change.is_move]
+    before, all_changes = changes_since(position, resolved)
+    length = [change for change in all_changes if change.key in LENGTH]
+    moves = [change for change in all_changes if change.is_move]
+    changes = [change for change in all_changes if change not in (*length, *moves)]
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
             f"{run} cannot continue from step {step}: {_listed(fixed)}; restore the earlier value, "
             "or choose another name (init_from loads the weights)"
         )
     steps_before = before.optim.total_steps(resolved.num_images, position.global_batch_size)
-    length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
     if total_steps < steps_before or progress.ended:
         changes += length
     if total_steps < step:
@@ -231,7 +234,7 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
             f"{run} was started with another recipe: {_listed(changes)}; restore the earlier "
             f"value, choose another name, or set resume=changed to continue it from step {step}"
         )
-    notes = [f"{move}, assumed to have the same weights" for move in all_changes if move.is_move]
+    notes = [f"{move}, assumed to have the same weights" for move in moves]
     if changes:
         notes.append(f"continues with another recipe: {_listed(changes)}")
     if total_steps > steps_before:

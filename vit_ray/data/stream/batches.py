@@ -5,9 +5,9 @@ Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) 
 "weight": float32 (b,), 0.0 for padding.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -99,70 +99,114 @@ class BatchReader:
     """Makes the batches of one stream; caches its order and some row groups between calls."""
 
     def __init__(self, job: StreamJob) -> None:
-        spec = job.spec
-        self._job = job
-        self.order = Order(spec.manifest.rows, spec.seed, job.is_training, job.window)
-        self.read_group = _RowGroupCache(
-            RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
-        )
+        self._job, manifest = job, job.spec.manifest
+        self.order = Order(manifest.rows, job.spec.seed, job.is_training, job.window)
+        bytes_of_group = max(1, int(manifest.bytes.mean()))
+        self._max_groups = max(1, (job.spec.cache_mib << 20) // bytes_of_group)
+        reader = RowGroupReader(manifest, job.spec.cache)
+        self.read_group = lru_cache(self._max_groups)(reader.read)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
         """Rows [first, last) of a rank, and a description of each bad row by its sample number.
 
         A bad row is replaced by another in training, and is padding in evaluation.
         """
-        positions = self._job.start + self._job.partition.offsets(rank, first, last)
-        if not self._job.is_training:
+        job, manifest, size = self._job, self._job.spec.manifest, last - first
+        positions = job.start + job.partition.offsets(rank, first, last)
+        if not job.is_training:
             positions = positions[positions < self.order.num_images]
-        places, spec = self.order.places(positions), self._job.spec
-        samples = spec.manifest.samples_at(places.groups, places.rows)
-        batch = _Batch(self._job, last - first)
+        places = self.order.places(positions)
+        samples = manifest.samples_at(places.groups, places.rows)
+        batch: Batch = {
+            "image": np.zeros((size, *job.spec.augmentation.shape), np.uint8),
+            "labels": np.full((size, manifest.max_labels), NO_LABEL, np.int32),
+            "sample": np.full(size, _PADDING_SAMPLE, np.int64),
+        }
+        bad: dict[int, str] = {}
         # Rows are written in turns, so that the row groups of a turn fit into memory together.
-        groups = np.unique(places.groups)
-        turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
-        turn_of_row = turns[np.searchsorted(groups, places.groups)]
+        turns = np.unique(places.groups, return_inverse=True)[1] // self._max_groups
         for turn in np.unique(turns):
-            indices = np.flatnonzero(turn_of_row == turn)
-            columns = (column[indices] for column in (places.epochs, places.groups, samples))
-            self._write(batch, indices, *columns)
-        return batch.columns(), batch.bad
+            indices = np.flatnonzero(turns == turn)
+            bad |= self._write(batch, indices, places.epochs[indices], samples[indices])
+        if not job.is_training:
+            batch["weight"] = (batch["sample"] != _PADDING_SAMPLE).astype(np.float32)
+        return batch, bad
 
     def _write(
         self,
-        batch: "_Batch",
+        batch: Batch,
         indices: NDArray[np.intp],
         epochs: NDArray[np.int64],
-        groups: NDArray[np.int64],
         samples: NDArray[np.int64],
-    ) -> None:
-        """Write samples at some indices of the batch; their crops are drawn together."""
-        spec, manifest = self._job.spec, self._job.spec.manifest
-        stored = [manifest.place(sample)[1] for sample in samples.tolist()]
-        read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
-        encoded = [read[group] for group in groups.tolist()]
-        sizes = np.array([block.sizes[row] for block, row in zip(encoded, stored, strict=True)])
-        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
-        columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
-        for i, row in zip(indices.tolist(), zip(*columns, strict=True), strict=True):
-            if not batch.try_row(i, *row) and self._job.is_training:
-                _, epoch, group, _, sample, _ = row
-                self._fill_with_neighbour(batch, i, epoch, group, sample)
+    ) -> dict[int, str]:
+        """Write samples at some indices of a batch, and describe the bad ones.
 
-    def _fill_with_neighbour(
-        self, batch: "_Batch", i: int, epoch: int, group: int, bad: int
-    ) -> None:
-        """Write the next decodable row after sample `bad`, of its row group or a following one."""
-        spec, manifest = self._job.spec, self._job.spec.manifest
+        Their crops are drawn together.
+        """
+        spec, bad = self._job.spec, dict[int, str]()
+        rows = [self._row(sample) for sample in samples.tolist()]
+        sizes = np.array([encoded.sizes[row] for encoded, row in rows])
+        boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
+        columns = indices.tolist(), epochs.tolist(), samples.tolist(), rows, boxes
+        for i, epoch, sample, row, box in zip(*columns, strict=True):
+            if problem := self._write_row(batch, i, epoch, sample, *row, box):
+                bad[sample] = problem
+                if self._job.is_training:
+                    bad |= self._write_neighbour(batch, i, epoch, sample)
+        return bad
+
+    def _row(self, sample: int) -> tuple[EncodedRows, int]:
+        """The row group of a sample, and its row there."""
+        group, row = self._job.spec.manifest.place(sample)
+        return self.read_group(group), row
+
+    def _write_row(
+        self,
+        batch: Batch,
+        i: int,
+        epoch: int,
+        sample: int,
+        encoded: EncodedRows,
+        row: int,
+        box: CropBox,
+    ) -> str:
+        """Write a stored row as row `i`; the description of a row that is not decodable."""
+        spec = self._job.spec
+        try:
+            pixels = crop(encoded.stored(row), box, spec.augmentation, batch["image"][i])
+            spec.augmentation.changed(pixels, (spec.seed, epoch, sample))
+        except ValueError as error:
+            group, _ = spec.manifest.place(sample)
+            shard = spec.manifest.files[int(spec.manifest.file_index[group])].path
+            return (
+                f"{encoded.key(row)!r} in {shard!r}, row {row} of row group "
+                f"{int(spec.manifest.row_group[group])}: {error}"
+            )
+        labels = encoded.labels_of(row)
+        batch["labels"][i, : len(labels)] = labels
+        batch["sample"][i] = sample
+        return ""
+
+    def _write_neighbour(self, batch: Batch, i: int, epoch: int, bad_sample: int) -> dict[int, str]:
+        """Write the next decodable row after a sample, of its row group or a following one.
+
+        Returns:
+            A description of each bad row between them, by its sample number.
+        """
+        spec, manifest, bad = self._job.spec, self._job.spec.manifest, dict[int, str]()
+        group, _ = manifest.place(bad_sample)
         groups = np.flatnonzero(manifest.rows)
         groups = np.roll(groups, -int(np.searchsorted(groups, group)))
         for near in groups[:_GROUPS_TRIED].tolist():
-            encoded, samples = self.read_group(near), manifest.samples_of(near)
-            first = int(np.searchsorted(samples, bad)) + 1 if near == group else 0
-            for sample in np.roll(samples, -first).tolist():
-                _, stored = manifest.place(sample)
-                box = draw_box(encoded.sizes[stored], spec.augmentation, (spec.seed, epoch, sample))
-                if sample != bad and batch.try_row(i, encoded, epoch, near, stored, sample, box):
-                    return
+            samples = manifest.samples_of(near)
+            num_before = int(np.searchsorted(samples, bad_sample, side="right"))
+            for sample in np.roll(samples, -num_before).tolist():
+                encoded, row = self._row(sample)
+                box = draw_box(encoded.sizes[row], spec.augmentation, (spec.seed, epoch, sample))
+                problem = self._write_row(batch, i, epoch, sample, encoded, row, box)
+                if not problem:
+                    return bad
+                bad[sample] = problem
         raise ValueError(
             f"shard {manifest.shard_location(group).path!r}: no image of its row group "
             f"{int(manifest.row_group[group])} and of the next {_GROUPS_TRIED - 1} can be decoded; "
@@ -182,71 +226,3 @@ def refuse_too_many(num_bad: int, num_images: int, max_fraction: float, example:
             f"data.max_bad_fraction={max_fraction}; one of them is {example}; run `vit-ray "
             "verify`, or raise the limit"
         )
-
-
-class _RowGroupCache:
-    """The row groups that were used last; consecutive blocks of a task share row groups."""
-
-    def __init__(self, read: Callable[[int], EncodedRows], max_bytes: int) -> None:
-        self._read = read
-        self._max_bytes = max_bytes
-        self._cached: OrderedDict[int, EncodedRows] = OrderedDict()
-        self._bytes = 0
-
-    def __call__(self, group: int) -> EncodedRows:
-        if group not in self._cached:
-            self._cached[group] = self._read(group)
-            self._bytes += self._cached[group].nbytes
-            while self._bytes > self._max_bytes and len(self._cached) > 1:
-                self._bytes -= self._cached.popitem(last=False)[1].nbytes
-        self._cached.move_to_end(group)
-        return self._cached[group]
-
-
-class _Batch:
-    """A batch that is being filled; rows that are not written are padding.
-
-    Attributes:
-        bad: a description of each bad row, by its sample number.
-    """
-
-    def __init__(self, job: StreamJob, size: int) -> None:
-        self._job, self._spec = job, job.spec
-        self.bad: dict[int, str] = {}
-        self._images = np.zeros((size, *job.spec.augmentation.shape), np.uint8)
-        self._labels = np.full((size, job.spec.manifest.max_labels), NO_LABEL, np.int32)
-        self._samples = np.full(size, _PADDING_SAMPLE, np.int64)
-
-    def try_row(
-        self,
-        i: int,
-        encoded: EncodedRows,
-        epoch: int,
-        group: int,
-        stored: int,
-        sample: int,
-        box: CropBox,
-    ) -> bool:
-        """Write a stored row as row `i`; False, with an entry in `bad`, if it is not decodable."""
-        try:
-            image, augmentation = encoded.stored(stored), self._spec.augmentation
-            pixels = crop(image, box, augmentation, self._images[i])
-            augmentation.changed(pixels, (self._spec.seed, epoch, sample))
-        except ValueError as error:
-            manifest = self._spec.manifest
-            shard = manifest.files[int(manifest.file_index[group])].path
-            self.bad[sample] = (
-                f"{encoded.key(stored)!r} in {shard!r}, row {stored} of row group "
-                f"{int(manifest.row_group[group])}: {error}"
-            )
-            return False
-        labels = encoded.labels_of(stored)
-        self._labels[i, : len(labels)] = labels
-        self._samples[i] = sample
-        return True
-
-    def columns(self) -> Batch:
-        batch: Batch = {"image": self._images, "labels": self._labels, "sample": self._samples}
-        if not self._job.is_training:
-            batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)
-        return batch

@@ -89,9 +89,9 @@ def test_the_table_names_classes_and_what_they_are_taken_for():
     confusion = Confusion()
     predicted, truth = [0, 1, 1, 2, 1], [0, 0, 0, 0, 1]
     confusion.add_batch(torch.eye(4)[predicted], torch.tensor(truth)[:, None], torch.ones(5))
-    files = confusion.files(["ant", "=bee", "cat", "dog"])
+    files = confusion.files(["ant", "a,bee", "cat", "dog"])
     pairs = list(csv.reader(io.StringIO(files["confusion.csv"].decode())))
-    of_ants = [["ant", "ant", "1"], ["ant", "'=bee", "2"], ["ant", "cat", "1"]]
-    assert pairs[1:] == [*of_ants, ["'=bee", "'=bee", "1"]]
+    of_ants = [["ant", "ant", "1"], ["ant", "a,bee", "2"], ["ant", "cat", "1"]]
+    assert pairs[1:] == [*of_ants, ["a,bee", "a,bee", "1"]]
     with pytest.raises(IndexError, match="out of"):
         confusion.files(["ant"])

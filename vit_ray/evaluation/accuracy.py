@@ -149,10 +149,7 @@ class Confusion:
 
     def files(self, classes: Sequence[str]) -> dict[str, bytes]:
         """The table of pairs as CSV, by file name."""
-        # A quote before names that a spreadsheet would run as formulas.
-        formula = ("=", "+", "-", "@", "\t", "\r")
-        escaped = [f"'{name}" if name.startswith(formula) else name for name in classes]
-        names = np.array(escaped, object)  # a str array would be as wide as the longest name
+        names = np.array([*classes], object)  # a str array would be as wide as the longest name
         pairs = pd.DataFrame(self.pairs(), columns=["class", "predicted", "images"])
         for column in ("class", "predicted"):
             pairs[column] = names[pairs[column]]  # IndexError for a class without a name

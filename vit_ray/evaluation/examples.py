@@ -67,6 +67,9 @@ def training_files(
         {
             "sample": int(sample),
             "classes": [classes[label] for label in padded[:MAX_LABELS] if label >= 0],
+            "predicted": None,
+            "probability": None,
+            "loss": None,
         }
         for sample, padded in zip(samples, labels.tolist(), strict=True)
     ]
@@ -79,8 +82,6 @@ def picture(
     """The row of squares as JPEG and facts about each as JSON; nothing if there are no images."""
     if not images:
         return {}
-    no_prediction = {"predicted": None, "probability": None, "loss": None}
-    facts = [{**no_prediction, **of_image} for of_image in facts]
     captions = []
     for of_image in facts:
         lines = [f"true: {', '.join(of_image['classes']) or 'no label'}"]

@@ -113,35 +113,26 @@ def real_answers(
         )
     named = named_answers(set_classes, classes)
     assert named.by_class is not None
-    list_index = np.empty(len(keys), np.int64)
-    for sample, key in enumerate(keys):
-        number = _VALIDATION_KEY.search(key)
-        if number is None or not 1 <= int(number[1]) <= len(lists):
+    # 0 for a key without a number. There are as many keys as lists, so each number is there once.
+    numbers = [int(match[1]) if (match := _VALIDATION_KEY.search(key)) else 0 for key in keys]
+    counts, published = Counter(numbers), range(1, len(lists) + 1)
+    for key, number in zip(keys, numbers, strict=True):
+        if number not in published or counts[number] > 1:
             raise ValueError(
                 f"data.eval: the key {key!r} does not identify one of ImageNet's {len(lists)} "
-                "validation images; convert the files under their published names, such as "
-                "ILSVRC2012_val_00000001.JPEG"
+                "validation images, or another image has its number; convert each file once, "
+                "under its published name, such as ILSVRC2012_val_00000001.JPEG"
             )
-        list_index[sample] = int(number[1]) - 1
-    repeats = len(list_index) - len(np.unique(list_index))
-    if repeats:
-        raise ValueError(
-            f"data.eval: {repeats} images have the name of another one; convert each validation "
-            "image once"
-        )
-    answers = _padded(lists)[list_index]
+    answers = _padded(lists)[np.array(numbers, np.int64) - 1]
     labelled = (answers >= 0).any(axis=1) & (own_labels >= 0)
-    if not labelled.any():
-        raise ValueError(
-            f"{where} labels none of the images of data.eval; give the validation set that it is "
-            "published for"
-        )
-    agreement = (answers == own_labels[:, None]).any(axis=1)[labelled].mean()
+    right = (answers == own_labels[:, None]).any(axis=1) & labelled
+    agreement = right.sum() / max(1, labelled.sum())
     if agreement < MIN_AGREEMENT:
         raise ValueError(
-            f"{where} agrees with data.eval for {agreement:.1%} of the images: its order, or that "
-            "of the set's classes, is another one; its lists must be in the order of the "
-            "validation files' names, its labels those of the classes sorted by WordNet id"
+            f"{where} agrees with data.eval for {agreement:.1%} of the {labelled.sum()} images "
+            "that both label: its order, or that of the set's classes, is another one; its lists "
+            "must be in the order of the validation files' names, its labels those of the classes "
+            "sorted by WordNet id"
         )
     of_model = np.append(named.by_class[:, 0], np.int32(NO_ANSWER))
     return replace(named, by_class=None, by_sample=of_model[answers])

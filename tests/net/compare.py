@@ -4,8 +4,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +13,24 @@ MADE_UP = ("any: 1 != 2", "any: only in the first", "any: only in the second", "
 """Differences that no entry may name."""
 
 
-@dataclass
-class Intended:
-    """Differences of one part that a change makes on purpose."""
-
-    part: str
-    pattern: str
-    """A regular expression that is searched in the lines of `differences`."""
-    issue: str
-    reason: str
-    is_used: bool = False
+def read_intended(file: Path = INTENDED) -> dict[str, dict[str, str]]:
+    """Patterns and their reasons, by part."""
+    return tomllib.loads(file.read_text())
 
 
-def read_intended(file: Path = INTENDED) -> list[Intended]:
-    return [Intended(**entry) for entry in tomllib.loads(file.read_text()).get("difference", [])]
-
-
-def unintended(part: str, before: Any, after: Any, intended: list[Intended]) -> list[str]:
-    """The lines of `differences` that no entry covers.
+def unintended(part: str, lines: list[str], patterns: Collection[str]) -> list[str]:
+    """Those of the `differences` of a part that no pattern covers.
 
     Raises:
         ValueError: a pattern would cover any difference of the part.
     """
-    found = [*differences(before, after, part)]
-    covered: set[str] = set()
-    for entry in (entry for entry in intended if entry.part == part):
-        if any(re.search(entry.pattern, f"{part} > {line}") for line in MADE_UP):
+    for pattern in patterns:
+        if any(re.search(pattern, f"{part} > {line}") for line in MADE_UP):
             raise ValueError(
-                f"intended.toml: pattern={entry.pattern!r} matches any difference of part {part}; "
-                "name what has changed"
+                f"intended.toml: {pattern!r} matches any difference of part {part}; name what has "
+                "changed"
             )
-        lines = {line for line in found if re.search(entry.pattern, line)}
-        entry.is_used |= bool(lines)
-        covered |= lines
-    return [line for line in found if line not in covered]
+    return [line for line in lines if not any(re.search(p, line) for p in patterns)]
 
 
 def differences(one: Any, other: Any, name: str) -> Iterator[str]:

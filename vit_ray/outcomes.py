@@ -29,7 +29,6 @@ class EventKind(StrEnum):
     CHECKPOINT_DAMAGED = "damaged checkpoint"
     CHECKPOINT_FAILED = "checkpoint failed"
     CHECKPOINT_LEFT = "old checkpoint left"
-    EVALUATION_CUT = "evaluation cut"
     EVALUATION_FAILED = "evaluation failed"
     EVALUATION_NOT_RECORDED = "evaluation not recorded"
     FIRST_STEP = "first step"

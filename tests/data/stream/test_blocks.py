@@ -14,7 +14,6 @@ from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeO
 
 from vit_ray.data.stream.ray_datasets import Segment, as_one_row, cut
 from vit_ray.data.stream.stream_server import (
-    KeptBlocks,
     RankBlock,
     Reading,
     StreamLostError,
@@ -63,19 +62,8 @@ def test_a_block_of_another_size_is_refused(block):
         list(cut([block], 8))
 
 
-class Source:
-    """Gives some blocks, and counts how often."""
-
-    def __init__(self, blocks: list[RankBlock]) -> None:
-        self.blocks, self.times = blocks, 0
-
-    def __call__(self) -> Generator[RankBlock, None, None]:
-        self.times += 1
-        yield from self.blocks
-
-
-def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
-    return RankBlock(rank, name, size)
+def block(name: Any, rank: int = 0) -> RankBlock:
+    return RankBlock(rank, name, 1)
 
 
 def test_a_block_reaches_its_rank_while_the_next_is_made():
@@ -99,21 +87,6 @@ def failing() -> Generator[RankBlock, None, None]:
     raise ValueError("too many bad images")
 
 
-def test_a_reading_that_fits_is_kept_and_any_other_is_read_again():
-    kept = KeptBlocks(10)
-    small, large = Source([block("a", 4), block("b", 6)]), Source([block("c", 5), block("d", 6)])
-    for _ in range(3):
-        assert list(kept.blocks(b"small", small)) == small.blocks
-        assert list(kept.blocks(b"large", large)) == large.blocks
-    assert (small.times, large.times) == (1, 3)
-    left = kept.blocks(b"key", small)
-    next(left)
-    left.close()
-    with pytest.raises(ValueError, match="too many bad images"):
-        list(kept.blocks(b"key", failing))
-    assert list(kept.blocks(b"key", small)) == small.blocks
-
-
 def test_every_rank_is_told_that_a_stream_failed():
     dealt = Reading(failing, range(3))
     assert dealt.next_block(0, 0) == "a"
@@ -124,12 +97,12 @@ def test_every_rank_is_told_that_a_stream_failed():
 
 def test_each_rank_takes_its_own_blocks_in_their_order():
     names = [("a0", 0), ("b0", 1), ("c0", 2), ("a1", 0), ("a2", 0), ("b1", 1)]
-    dealt = Reading(Source([block(name, rank=rank) for name, rank in names]), range(3))
+    dealt = Reading(lambda: (block(name, rank=rank) for name, rank in names), range(3))
     assert [dealt.next_block(1, index) for index in range(3)] == ["b0", "b1", None]
     assert [dealt.next_block(0, index) for index in range(4)] == ["a0", "a1", "a2", None]
     with pytest.raises(StreamLostError, match="rank 2 has had 1 blocks, but was given 0"):
         dealt.next_block(2, 1)
-    dealt = Reading(Source([block(name, rank=4) for name in "ab"]), range(4, 6))
+    dealt = Reading(lambda: (block(name, rank=4) for name in "ab"), range(4, 6))
     assert dealt.next_block(4, 0) == "a"
     with pytest.raises(StreamLostError, match="rank 6 asked the server of ranks 4 to 5"):
         dealt.next_block(6, 0)

@@ -220,7 +220,7 @@ def samples_of(server: StreamServer, number: int, size: int) -> list[int]:
 
 
 def test_evaluations_on_the_same_nodes_decode_their_images_once(dataset, monkeypatch):
-    """Unless the object store has a limit."""
+    """Unless the object store has a limit, or the blocks are not small."""
     readings: list[int] = []
 
     def noted(*options: Any) -> Any:
@@ -229,7 +229,9 @@ def test_evaluations_on_the_same_nodes_decode_their_images_once(dataset, monkeyp
 
     monkeypatch.setattr(stream_server, "segments_of", noted)
     spec = StreamSpec(dataset, TINY, num_cpus=0.5)
-    for one, expected in ((replace(spec, object_store_mib=64), [1, 2, 3]), (spec, [1, 1, 2])):
+    limited, anew = replace(spec, object_store_mib=64), [1, 2, 3]
+    for one, fraction, expected in ((limited, 1, anew), (spec, 1e-9, anew), (spec, 1, [1, 1, 2])):
+        monkeypatch.setattr(stream_server, "_KEPT_FRACTION", fraction)
         readings.clear()
         server = StreamServer(uuid.uuid4().hex, {"eval": one}, range(1), 1)
         for number, size in enumerate((50, 50, 25)):  # blocks of other batches are read anew

@@ -13,11 +13,10 @@ import contextlib
 import itertools
 import os
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import ray
@@ -35,8 +34,8 @@ from vit_ray.data.stream.ray_datasets import (
 )
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics, near_by
 
-# Maximum fraction of the node's object store for cached evaluation blocks.
-_CACHE_FRACTION: Final = 0.02
+# Maximum fraction of the node's object store for the blocks of an evaluation that are kept.
+_KEPT_FRACTION: Final = 0.01
 # Ray namespace of the servers' names.
 _NAMESPACE: Final = "vit_ray"
 
@@ -82,10 +81,8 @@ class Reading:
         # Its lock guards all fields; notified when a rank waits, and at the end.
         self._asked = threading.Condition(lock)
         self._has_ended = False
-        # Why it ended before the stream did, and the original traceback: raising the error in each
-        # rank adds lines to the error's own.
+        # Why it ended before the stream did.
         self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
         threading.Thread(target=self._make_blocks, name="blocks", daemon=True).start()
 
     def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
@@ -119,8 +116,9 @@ class Reading:
                 queue.num_taken += 1
                 return queue.blocks.popleft()
             if self._error is not None:
-                # In every rank: for a rank, None would be the end of the stream.
-                raise self._error.with_traceback(self._traceback)
+                # In every rank: for a rank, None would be the end of the stream. Without the
+                # traceback, to which each rank would add lines.
+                raise self._error.with_traceback(None)
             return None
 
     def close(self) -> None:
@@ -153,7 +151,6 @@ class Reading:
             if self._has_ended:
                 return
             self._has_ended, self._error = True, error
-            self._traceback = None if error is None else error.__traceback__
             self._asked.notify()
             for queue in self._queues.values():
                 queue.changed.notify_all()
@@ -181,40 +178,6 @@ def blocks_of(segments: Iterator[Segment]) -> Blocks:
                 if num_remaining == segment.next_at:
                     started = planner.submit(start_next)
                 yield RankBlock(rank, entry.ref, entry.metadata.size_bytes or 0)
-
-
-class KeptBlocks:
-    """A cache of the blocks of complete readings, by least recent use, limited in bytes."""
-
-    def __init__(self, max_bytes: float) -> None:
-        self._max_bytes = max_bytes
-        self._readings: OrderedDict[Hashable, list[RankBlock]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def blocks(self, key: Hashable, read: Callable[[], Blocks]) -> Blocks:
-        """The cached blocks of the reading `key`, or else those from `read`."""
-        with self._lock:
-            cached = self._readings.get(key)
-            if cached is not None:
-                self._readings.move_to_end(key)
-        if cached is not None:
-            yield from cached
-            return
-        reading: list[RankBlock] = []
-        size = 0
-        with contextlib.closing(read()) as blocks:
-            for block in blocks:
-                size += block.size
-                if size <= self._max_bytes:
-                    reading.append(block)
-                else:
-                    reading.clear()
-                yield block
-        with self._lock:
-            if size <= self._max_bytes:
-                self._readings[key] = reading
-            while sum(b.size for r in self._readings.values() for b in r) > self._max_bytes:
-                self._readings.popitem(last=False)
 
 
 class Pass(NamedTuple):
@@ -271,9 +234,9 @@ class StreamServer:
             DataContext.get_current().scheduling_strategy = near_by()
         self._lock = threading.Lock()
         self._open: dict[str, tuple[Pass, Reading]] = {}  # the last pass of each stream
-        self._cache = KeptBlocks(
-            _CACHE_FRACTION * float(_own_resources().get("object_store_memory", 0))
-        )
+        self._max_kept_bytes = _KEPT_FRACTION * _own_resources().get("object_store_memory", 0)
+        # By stream: batch size and nodes of the last evaluation that was small, and its blocks.
+        self._kept: dict[str, tuple[Hashable, list[RankBlock]]] = {}
 
     def next_block(self, stream_pass: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
         """The block of a rank after its first `index` blocks, as a list, empty after the last.
@@ -300,16 +263,31 @@ class StreamServer:
             reading.close()
 
     def _blocks(self, stream_pass: Pass) -> Blocks:
-        """The blocks of a pass; those of an evaluation on the same nodes may be cached."""
-        spec = self._specs[stream_pass.stream]
-        if stream_pass.stop is not None or spec.object_store_mib is not None:
-            return self._read(stream_pass, spec)
+        """The blocks of a pass; a small evaluation is read once on the same nodes."""
+        stream = stream_pass.stream
+        if stream_pass.stop is not None or self._specs[stream].object_store_mib is not None:
+            yield from self._read(stream_pass)
+            return
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         alive = tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-        key = stream_pass.stream, stream_pass.batch_size, alive
-        return self._cache.blocks(key, lambda: self._read(stream_pass, spec))
+        key, (kept_key, kept) = (stream_pass.batch_size, alive), self._kept.pop(stream, (None, []))
+        if kept_key == key:
+            self._kept[stream] = key, kept
+            yield from kept
+            return
+        blocks, size = list[RankBlock](), 0
+        for block in self._read(stream_pass):
+            size += block.size
+            if size <= self._max_kept_bytes:
+                blocks.append(block)
+            else:
+                blocks.clear()
+            yield block
+        if size <= self._max_kept_bytes:
+            self._kept[stream] = key, blocks
 
-    def _read(self, stream_pass: Pass, spec: StreamSpec) -> Blocks:
+    def _read(self, stream_pass: Pass) -> Blocks:
+        spec = self._specs[stream_pass.stream]
         name = f"{self._group}/{stream_pass.stream}/{stream_pass.number}"
         readers = HostRanks(name, self._ranks, self._world_size)
         if self._warms_up:

@@ -82,17 +82,11 @@ def parquet_output(destination: Location, schema: pa.Schema) -> Iterator[pq.Parq
 
 def read_groups(location: Location) -> Iterator[pa.Table]:
     """The row groups of a parquet file, each read again if its checksum differs."""
-
-    def read(number: int) -> pa.Table | None:
-        with naming(location.uri), location.open() as source:
-            file = pq.ParquetFile(source, page_checksum_verification=True)
-            return file.read_row_group(number) if number < file.num_row_groups else None
-
-    for number in itertools.count():
-        table = read_again(functools.partial(read, number), OSError, pa.ArrowException)
-        if table is None:
-            return
-        yield table
+    with naming(location.uri), location.open() as source:
+        file = pq.ParquetFile(source, page_checksum_verification=True)
+        for number in range(file.num_row_groups):
+            read = functools.partial(file.read_row_group, number)
+            yield read_again(read, OSError, pa.ArrowException)
 
 
 def versions_of(units: list[Unit]) -> dict[str, str]:
@@ -117,19 +111,16 @@ def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
     nothing. The version of an archive is that of its file and of the file with its class names.
     """
     rows: Iterable[Row] = rows_of(unit, with_images=not unit.config.in_place)
-    digest = hashlib.sha256()
     if unit.format in FOLDERS:
         rows = list(rows)
-        for row in rows:
-            digest.update(repr((row.key, row.length, row.version, row.problem)).encode())
-    elif unit.format in LISTS:
+        facts = [(row.key, row.length, row.version, row.problem) for row in rows]
+        return rows, hashlib.sha256(repr(facts).encode()).hexdigest()
+    if unit.format in LISTS:
         with unit.opened() as (file, _):
-            digest = hashlib.file_digest(file, "sha256")
-    else:
-        names = [names_beside(unit)] if unit.format == "tfrecord" else []
-        infos = [location.info() for location in (locate(unit.path), *names)]
-        return rows, " ".join(info.version for info in infos if info.kind != "nothing")
-    return rows, digest.hexdigest()[:32]
+            return rows, hashlib.file_digest(file, "sha256").hexdigest()
+    names = [names_beside(unit)] if unit.format == "tfrecord" else []
+    infos = [location.info() for location in (locate(unit.path), *names)]
+    return rows, " ".join(info.version for info in infos if info.kind != "nothing")
 
 
 def build_index(
@@ -162,43 +153,40 @@ def build_index(
 def _index(part: tuple[str, list[Unit]], staging: Location) -> dict[str, Any]:
     """Write the rows of some units to files of this name, and return the facts of the units."""
     name, units = part
-    listed = [(unit, *_listed(unit)) for unit in units]
-    facts: dict[str, Any] = {"damages": [], "declared": []}
-    facts["versions"] = {unit.path: version for unit, _, version in listed}
-    digest = hashlib.sha256()
-    rows = _stored_rows(listed, staging.child(f"{name}.bin"), facts)
-    with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
+    facts: dict[str, Any] = {"versions": {}, "damages": [], "declared": []}
+    digest, pack = hashlib.sha256(), staging.child(f"{name}.bin")
+    with (
+        parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer,
+        pack.output() as images,
+    ):
+        rows = _stored_rows(units, pack.uri, images, facts)
         while piece := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
             writer.write_table(row_table(piece))
-            for row in piece:
-                digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
+            lines = (f"{row.key}|{row.length}|{row.labels}\n" for row in piece)
+            digest.update("".join(lines).encode())
     return facts | {"digest": digest.hexdigest()}
 
 
-def _stored_rows(
-    listed: list[tuple[Unit, Iterable[Row], str]], pack: Location, facts: dict[str, Any]
-) -> Iterator[Row]:
-    """Rows without image bytes: the images are written to the file `pack`.
+def _stored_rows(units: list[Unit], pack: str, images: Any, facts: dict[str, Any]) -> Iterator[Row]:
+    """Rows without image bytes: the images are written to the stream `images` of the file `pack`.
 
-    Rows in an archive get its version. Declared classes and damages are added to `facts`.
+    Rows in an archive get its version. Versions, declared classes and damages are added to `facts`.
     """
-    with contextlib.ExitStack() as stack:
-        output: Any = None
-        for unit, rows, version in listed:
-            try:
-                for row in map(Row.storable, rows):
-                    if row.image is not None and row.problem is None:
-                        output = output or stack.enter_context(pack.output())
-                        start, length = output.tell(), len(row.image)
-                        output.write(row.image)
-                        row = replace(row, path=pack.uri, offset=start, length=length)
-                    elif row.path == unit.path and row.offset >= 0:
-                        row = replace(row, version=version.partition(" ")[0])
-                    yield replace(row, image=None)
-                if names := declared_classes(unit):
-                    facts["declared"].append(names)
-            except DamagedUnitError as error:
-                facts["damages"].append(str(error))
+    for unit in units:
+        listed, version = _listed(unit)
+        facts["versions"][unit.path] = version
+        try:
+            for row in map(Row.storable, listed):
+                if row.image is not None and row.problem is None:
+                    start, length = images.tell(), len(row.image)
+                    images.write(row.image)
+                    row = replace(row, path=pack, offset=start, length=length)
+                elif row.path == unit.path and row.offset >= 0:
+                    row = replace(row, version=version.partition(" ")[0])
+                yield replace(row, image=None)
+            facts["declared"] += filter(None, [declared_classes(unit)])
+        except DamagedUnitError as error:
+            facts["damages"].append(str(error))
 
 
 def read_index(
@@ -249,9 +237,8 @@ def without_repeats(rows: pa.Table) -> pa.Table:
     keys = (key for chunk in rows["key"].chunks for key in chunk.to_pylist())
     hashes = (hash(unicodedata.normalize("NFC", key)) for key in keys)
     _, firsts = np.unique(np.fromiter(hashes, np.int64, len(rows)), return_index=True)
-    is_repeated = np.ones(len(rows), bool)
-    is_repeated[firsts] = False
+    is_first = np.isin(np.arange(len(rows)), firsts)
     problem = rows["problem"]
-    rejected = pc.if_else(pc.and_(is_repeated, pc.is_null(problem)), _REPEATED, problem)
+    repeated = pc.if_else(pa.array(is_first), None, _REPEATED).cast(problem.type)
     index = rows.schema.get_field_index("problem")
-    return rows.set_column(index, ROW_SCHEMA.field(index), rejected.cast(problem.type))
+    return rows.set_column(index, ROW_SCHEMA.field(index), pc.coalesce(problem, repeated))

@@ -196,13 +196,13 @@ def training(store: Store) -> tuple[Store, Any]:
 
 def test_images_stand_with_what_they_were_taken_for(training):
     store, run = training
-    shown = gallery(store.client, run, "evaluation/examples", "?")
+    (shown,) = gallery(store.client, run, "evaluation/examples", "?")
     assert shown.labels == [
         ("rose (0.0%)", False), ("rose (25.0%), not =1+1", True),
         (f"{'x' * 300} (50.0%)", False), (f"{'x' * 300} (75.0%), not daisy", True),
     ]  # fmt: skip
     assert Image.open(io.BytesIO(shown.strip)).width == 96 * 4
-    assert gallery(store.client, run, "evaluation/errors", "?") is None
+    assert gallery(store.client, run, "evaluation/errors", "?") == []
     assert events(store.client, run).to_numpy().tolist() == [
         ["1970-01-01 00:01:40", "restarted", "3", "first"],
         ["1970-01-01 00:03:20", "restarted", "3", "later"],

@@ -311,20 +311,19 @@ def images_section(client: MlflowClient, run: pd.Series) -> Section:
         "prediction; in brackets is its probability.",
         "evaluation/errors": "Which errors have the highest loss?",
     }
-    galleries = [gallery(client, run, name, title) for name, title in titles.items()]
     counts = file_of(client, run, "evaluation/confusion.csv")
     return Section(
         "Images and errors",
         tables={} if counts is None else confusion(counts),
-        galleries=[shown for shown in galleries if shown],
+        galleries=[shown for name in titles for shown in gallery(client, run, name, titles[name])],
     )
 
 
-def gallery(client: MlflowClient, run: pd.Series, name: str, title: str) -> Gallery | None:
-    """The images of `name.jpg` with the texts of `name.json`; None if the run has no such files."""
+def gallery(client: MlflowClient, run: pd.Series, name: str, title: str) -> list[Gallery]:
+    """The images of `name.jpg` with the texts of `name.json`; none if the run has no such files."""
     strip, rows = (file_of(client, run, f"{name}.{ending}") for ending in ("jpg", "json"))
     if strip is None or rows is None:
-        return None
+        return []
     labels = []
     for row in json.loads(rows):
         classes, predicted = list(map(str, row["classes"])), row["predicted"]
@@ -333,7 +332,7 @@ def gallery(client: MlflowClient, run: pd.Series, name: str, title: str) -> Gall
         note = "" if row["probability"] is None else f" ({row['probability']:.1%})"
         text = f"{predicted}{note}, not {truth}" if is_wrong else f"{truth}{note}"
         labels.append((text, is_wrong))
-    return Gallery(title, strip, labels) if labels else None
+    return [Gallery(title, strip, labels)]
 
 
 def confusion(content: bytes) -> dict[str, pd.DataFrame]:
@@ -363,7 +362,6 @@ def events(client: MlflowClient, run: pd.Series) -> pd.DataFrame:
 
 def data_section(client: MlflowClient, run: pd.Series) -> Section:
     """Data sets with fingerprints, crops of the first batch, and how to repeat the run."""
-    crops = gallery(client, run, "images/training", "What do the training images look like?")
     again = f"Command: {run['command']}. " if run["command"] else ""
     again += (
         f"Git commit {run['commit']}; the recipe is recipe.yaml of run {run['run_id']} in MLflow."
@@ -371,5 +369,7 @@ def data_section(client: MlflowClient, run: pd.Series) -> Section:
     return Section(
         "Data, and how to run it again", [again],
         tables={"Data sets of the training": pd.DataFrame(run["sets"])},
-        galleries=[crops] if crops else [],
+        galleries=gallery(
+            client, run, "images/training", "What do the training images look like?"
+        ),
     )  # fmt: skip

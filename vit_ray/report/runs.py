@@ -153,27 +153,19 @@ def is_finite(value: float) -> bool:
 
 
 def _data_sets(run: Run) -> list[dict[str, Any]]:
-    """Data sets of a run as MLflow has them: use, name, fingerprint, images, classes, address."""
+    """The data sets that we recorded: use, name, fingerprint, images, classes, address."""
     sets = []
     for entry in run.inputs.dataset_inputs if run.inputs else []:
-        data_set = entry.dataset
-        uses = [tag.value for tag in entry.tags if tag.key == "mlflow.data.context"]
-        profile, source = _json(data_set.profile), _json(data_set.source)
+        if entry.dataset.source_type != "vit_ray":  # of another program
+            continue
+        (use,) = (tag.value for tag in entry.tags if tag.key == "mlflow.data.context")
+        profile = json.loads(entry.dataset.profile)
         sets.append({
-            "use": uses[0] if uses else "", "name": data_set.name,
-            "images": profile.get("num_images"), "classes": profile.get("num_classes"),
-            "fingerprint": data_set.digest, "from": source.get("uri", data_set.source),
+            "use": use, "name": entry.dataset.name, "images": profile["num_images"],
+            "classes": profile["num_classes"], "fingerprint": entry.dataset.digest,
+            "from": json.loads(entry.dataset.source)["uri"],
         })  # fmt: skip
     return sets
-
-
-def _json(text: str | None) -> dict[str, Any]:
-    # Empty if the text is no object, as in runs of other programs.
-    try:
-        value = json.loads(text or "")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def set_name(path: str) -> str:

@@ -412,10 +412,6 @@ class Location:
     @_stored
     def read_range(self, offset: int, length: int | None = None) -> bytes:
         """Bytes from `offset`, fewer at the file's end; from a store in one request."""
-        if self.is_local:
-            with open(self.path, "rb") as file:
-                file.seek(offset)
-                return file.read(-1 if length is None else length)
         end = None if length is None else offset + length
         if end == offset:  # stores have no empty range
             return b""

@@ -26,12 +26,11 @@ from tests.experiments.trials_here import following_of, in_process, parent_of
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.experiments.trials import Outcome, train_child
-from vit_ray.launch import run, workers
+from vit_ray.launch import run
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
 from vit_ray.launch.placement import NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.workers import (
-    GROUP_FILE,
     RETURN_S,
     SILENT_S,
     Ended,
@@ -191,7 +190,10 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path)
         "(failure 2 without a new checkpoint between; workers.max_failures=1)"
     )
     assert attempts.num_attempts == 5
-    assert len(attempts.run.events) == 5
+    kinds = [kind for kind, *_ in attempts.run.events]
+    assert kinds.count(EventKind.WORKER_FAILED) == 5
+    assert kinds.count(EventKind.NODE_LEFT_OUT) == 1  # after the second failure, and not again
+    assert kinds[2] == EventKind.NODE_LEFT_OUT
 
 
 @pytest.mark.parametrize(("error", "is_counted"), [
@@ -251,15 +253,14 @@ def test_a_stop_between_two_groups_starts_no_other(end, tmp_path):
 class Watched:
     """A group of two, whose `fit()` has not returned."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: Any = "train") -> None:
+    def __init__(self, folder: Path, kind: Any = "train") -> None:
         self.now_s, self.run = 0.0, FakeRun()
         self.status = RunStatus()
         self.run.status = lambda: self.status  # type: ignore[attr-defined]
         self.is_heard = False
-        monkeypatch.setattr(workers, "shape", lambda _: ClusterShape(1, 4, 0, 0.0, is_private=True))
         self.job = replace(make_job(folder, kind), record=self.run)
         finder: Any = SimpleNamespace(has_larger=lambda _: False)
-        self.watch = GroupWatch(self.job, finder, PLACE, False, clock=lambda: self.now_s)
+        self.watch = GroupWatch(self.job, finder, PLACE, clock=lambda: self.now_s)
 
     def start(self) -> None:
         self.run.at = {r: WorkerPlace("10.0.0.1", "a", "", 0, "00") for r in range(2)}
@@ -277,13 +278,11 @@ class Watched:
 
 
 @pytest.mark.parametrize("has_started", [False, True])
-def test_workers_that_are_silent_are_not_waited_for_without_end(has_started, tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch)
+def test_workers_that_are_silent_are_not_waited_for_without_end(has_started, tmp_path):
+    watched = Watched(tmp_path)
     if has_started:  # their controller is frozen, and one has died
         watched.start()
         assert not watched.is_over_within(10 * SILENT_S)
-        file = Path(watched.job.recipe.run_folder) / GROUP_FILE
-        assert file.read_text() == watched.watch.known_group() == "00"  # for the next driver
         watched.run.at = {}
         assert watched.watch.known_group() == "00"  # though a recorder has forgotten it
     watched.is_heard = False
@@ -314,10 +313,8 @@ def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("how", ["finished", "stopped", "failed", "measured"])
-def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end(
-    how, tmp_path, monkeypatch
-):
-    watched = Watched(tmp_path, monkeypatch, "evaluate" if how == "measured" else "train")
+def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end(how, tmp_path):
+    watched = Watched(tmp_path, "evaluate" if how == "measured" else "train")
     watched.start()
     if how == "finished":
         watched.status.step = TOTAL

@@ -122,14 +122,20 @@ class FailingNodes:
         if self._file and self._file.exists():
             self._excluded = json.loads(self._file.read())
 
-    def note(self, worker: WorkerPlace | None) -> None:
-        """Count a failure of the group: on a single node, or elsewhere (None)."""
+    def note(self, worker: WorkerPlace | None) -> str:
+        """Count a failure of the group: on a single node, or elsewhere (None).
+
+        Returns:
+            The host that later groups avoid, if this was its second failure in a row; else empty.
+        """
         node, before = [worker.node, worker.host] if worker else [], self._last
         self._last = node
-        if node and node == before and node not in self._excluded:
-            self._excluded.append(node)
-            if self._file:
-                self._file.write(json.dumps(self._excluded).encode())
+        if not node or node != before or node in self._excluded:
+            return ""
+        self._excluded.append(node)
+        if self._file:
+            self._file.write(json.dumps(self._excluded).encode())
+        return node[1]
 
     def among(self, nodes: tuple[Mapping[str, Any], ...]) -> dict[str, str]:
         """The excluded ones of these nodes of `ray.nodes()`: id to host."""

@@ -78,7 +78,6 @@ class PlaceFinder:
         workers = job.recipe.workers
         self.sizes: Sequence[int] = job.recipe.group_sizes if job.kind == "train" else workers.sizes
         self.resources = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
-        self._reported: set[str] = set()
 
     def found(self, lost_since_s: float | None = None) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
@@ -165,21 +164,11 @@ class PlaceFinder:
         """Selects the next group's nodes: without failing ones, if the others have room in time."""
         labels = dict(self._job.recipe.workers.label_selector)
         excluded = self._failing.among(live_nodes(labels))
-        if not excluded:
+        if not excluded or waited_s > _OTHERS_S:
             return labels
         without = {**labels, "ray.io/node-id": f"!in({','.join(sorted(excluded))})"}
         have_room = sum(self._by_node(without).values()) >= self.sizes[0]
-        if waited_s > _OTHERS_S or not have_room:
-            return labels
-        if new := excluded.keys() - self._reported:
-            self._reported |= new
-            hosts = ", ".join(sorted(excluded[node] for node in new))
-            text = (
-                f"{hosts}: workers there have failed twice in a row, so the group is placed on "
-                "other nodes; check its GPUs and its system log"
-            )
-            self._job.record.event(EventKind.NODE_LEFT_OUT, text, 0)
-        return without
+        return without if have_room else labels
 
     def _by_node(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Workers that each node with the labels could hold if it were free, by node id."""

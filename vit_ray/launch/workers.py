@@ -33,8 +33,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.cluster_checks import check_room
-from vit_ray.launch.connection import ClusterShape, has_dashboard, shape, variables
+from vit_ray.launch.connection import ClusterShape, has_dashboard, variables
 from vit_ray.launch.failures import (
     FailingNodes,
     cause,
@@ -66,8 +65,6 @@ RETURN_S: Final = 60.0
 # Interval of the checks whether the run has ended, and of the cluster
 LOOK_EVERY_S = 30.0
 _POLL_S: Final = 0.5
-# In the run's folder, for the next driver: id of the placement group of the workers
-GROUP_FILE: Final = "placement_group"
 # Errors of a recorder or a storage that does not answer: the workers train without it.
 _UNAVAILABLE: Final = (ray.exceptions.RayError, RuntimeError, OSError)
 # Of a collective operation; also the time limit of the rendezvous.
@@ -104,10 +101,6 @@ def run_workers(
         RunFailedError: training failed more often than the recipe allows, or cannot work, or the
             cluster had no room for the workers in time.
     """
-    folder = locate(job.recipe.run_folder) if job.kind == "train" else None
-    group_file = folder.child(GROUP_FILE) if folder else None
-    if group_file and group_file.exists():  # of a driver that was killed: Ray may keep its group
-        give_back(group_file.read().decode())
     if cluster.is_private:
         get_or_create_autoscaling_coordinator()
     else:
@@ -118,14 +111,10 @@ def run_workers(
         "cpus_per_rank": job.recipe.workers.cpus_per_worker,
     }
     source = ray.put(StreamSource(ray.put(streams), options))
-    run = Run(job, source, cluster, FailingNodes(folder), use_gpu=use_gpu)
-    try:
-        with variables(settings(run.finder.sizes[-1], is_private=cluster.is_private)):
-            run.train()
-    finally:
-        with contextlib.suppress(OSError):  # the next driver finds nothing to give back
-            if group_file:
-                group_file.delete()
+    failing = FailingNodes(locate(job.recipe.run_folder) if job.kind == "train" else None)
+    run = Run(job, source, cluster, failing, use_gpu=use_gpu)
+    with variables(settings(run.finder.sizes[-1], is_private=cluster.is_private)):
+        run.train()
 
 
 @dataclass(frozen=True)
@@ -200,7 +189,12 @@ class Run:
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
         if not counts(ended.error):
             return False
-        self._failing.note(failing_node(ended.error, worker_info))
+        if host := self._failing.note(failing_node(ended.error, worker_info)):
+            note = (
+                f"{host}: workers there have failed twice in a row, so groups are placed on other "
+                "nodes while those have room; check its GPUs and its system log"
+            )
+            self._job.record.event(EventKind.NODE_LEFT_OUT, note, 0)
         # A new checkpoint resets the count: a run may take weeks.
         newest = newest_step(self._job.recipe)
         if newest not in (-1, self._failed_at):
@@ -217,7 +211,7 @@ class Run:
         """Train with a new group until it ends."""
         self._num_groups += 1
         self._job = replace(self._job, place_wait_s=place.waited_s)
-        watch = GroupWatch(self._job, self.finder, place, self._use_gpu)
+        watch = GroupWatch(self._job, self.finder, place)
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
             with contextlib.suppress(*_UNAVAILABLE):  # training needs no MLflow
@@ -311,18 +305,15 @@ class GroupWatch:
         job: TrainJob,
         finder: PlaceFinder,
         place: Place,
-        use_gpu: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._job, self._finder, self._place = job, finder, place
-        self._use_gpu, self._clock = use_gpu, clock
+        self._job, self._finder, self._place, self._clock = job, finder, place, clock
         self.error: Exception | None = None
         self._group = ""
         # The workers were asked for a checkpoint, after which a larger group starts
         self.is_resizing = False
         self._began_s = self._looked_s = clock()
         self._ended_s: float | None = None
-        self._lacking = ""
 
     def is_over(self) -> bool:
         """Whether to stop waiting although `fit()` runs.
@@ -345,38 +336,19 @@ class GroupWatch:
                     self.error = TimeoutError(f"no worker has been heard from for {silent_s:.0f} s")
                 return True
             self._ended_s = None
-            if status.heard_s > self._began_s:
-                self._look_at_cluster()
+            may_grow = status.heard_s > self._began_s and self._job.kind == "train"
+            if may_grow and not self.is_resizing and self._finder.has_larger(self._place):
+                self.is_resizing = True
+                self._job.record.request_resize()
         return False
 
     def known_group(self) -> str:
-        """Placement group of the workers, which the next driver also finds in the run's folder;
-        empty if no worker has sent its worker info yet.
-        """
+        """Placement group of the workers; empty if no worker has sent its worker info yet."""
         if not self._group:
             with contextlib.suppress(*_UNAVAILABLE):
                 workers = self._job.record.places().values()
                 self._group = max((worker.group for worker in workers), default="")
-                if self._group and self._job.kind == "train":
-                    file = locate(self._job.recipe.run_folder).child(GROUP_FILE)
-                    file.write(self._group.encode())
         return self._group
-
-    def _look_at_cluster(self) -> None:
-        before, self._lacking, cluster = self._lacking, "", shape(time.time())
-        try:
-            if not cluster.is_private:
-                # `workers.use_gpu=auto` was decided when the run started.
-                use_gpu = {"workers": {"use_gpu": self._use_gpu}}
-                check_room(self._job.recipe.with_changes(**use_gpu), cluster)
-        except ValueError as error:
-            self._lacking = f"the cluster has become too small, start nodes: {error}"
-        if self._lacking and self._lacking != before:
-            self._job.record.event(EventKind.NO_PLACE, self._lacking, 0)
-        may_grow = self._job.kind == "train" and not self.is_resizing
-        if may_grow and self._finder.has_larger(self._place):
-            self.is_resizing = True
-            self._job.record.request_resize()
 
 
 def lost_place(error: BaseException | None) -> bool:

@@ -107,8 +107,9 @@ def export(recipe: Recipe) -> int:
             if (copy / _CARD).exists() or target.child(_CARD).exists():
                 print(f"kept {target.child(_CARD).uri}, which exists; delete it to get a new card")
             else:
-                card = model_card(recipe, config, (count, num_classes), classes, position, "")
-                (copy / _CARD).write_text(str(card))
+                sizes = count, num_classes
+                card = model_card(recipe, config, sizes, classes, position, config.layout)
+                (copy / _CARD).write_text(card)
             written = (weights_file(config.layout), FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
             files = [copy / name for name in written if (copy / name).exists()]
         if not target.is_local:

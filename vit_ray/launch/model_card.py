@@ -32,25 +32,58 @@ from vit_ray.training.memory_estimate import run_exaflops
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
 _UNKNOWN: Final = "unknown"
 _LIBRARIES: Final = {"huggingface": "transformers", "timm": "timm"}
-_USE: Final = {
-    "huggingface": """from transformers import AutoImageProcessor, ViTForImageClassification
-
-processor = AutoImageProcessor.from_pretrained("{name}")
-model = ViTForImageClassification.from_pretrained("{name}")
-logits = model(**processor(images=image, return_tensors="pt")).logits""",
-    "timm": """import timm
-
-model = timm.create_model("hf-hub:{name}", pretrained=True)""",
-}
 _PAPER: Final = " of [An Image is Worth 16x16 Words](https://arxiv.org/abs/2010.11929)"
-_USE_OURS: Final = """from vit_ray import {names}
+_TEMPLATE: Final = """---
+{{ card_data }}
+---
 
-{trust}model = build_model({arguments})
-load_weights(model, "{file}")"""
-_USE_LOGGED: Final = """import mlflow
+# {{ name }}
+
+{{ summary }}
+
+## Use
+
+```python
+{% if layout == "huggingface" -%}
+from transformers import AutoImageProcessor, ViTForImageClassification
+
+processor = AutoImageProcessor.from_pretrained("{{ name }}")
+model = ViTForImageClassification.from_pretrained("{{ name }}")
+logits = model(**processor(images=image, return_tensors="pt")).logits
+{%- elif layout == "timm" -%}
+import timm
+
+model = timm.create_model("hf-hub:{{ name }}", pretrained=True)
+{%- elif layout == "mlflow" -%}
+import mlflow
 
 model = mlflow.pyfunc.load_model("models:/...")  # the id or name on the model's page
-table = model.predict(["image.jpg"], params={"output": "classes"})"""
+table = model.predict(["image.jpg"], params={"output": "classes"})
+{%- else -%}
+from vit_ray import build_model, load_weights{% if module %}, trust_modules{% endif %}
+
+{% if module %}trust_modules({{ module }})  # runs its code
+{% endif %}model = build_model({{ arguments }})
+load_weights(model, "{{ file }}")
+{%- endif %}
+```
+
+## Training
+
+| | |
+|---|---|
+{% for fact, value in facts.items() -%}
+| {{ fact }} | {{ value | replace("|", "/") }} |
+{% endfor %}
+## Evaluation
+
+{{ evaluation }}
+{% if recipe %}
+## Recipe
+
+```yaml
+{{ recipe }}```
+{% endif %}"""
 
 logger = logging.getLogger(__name__)
 
@@ -61,62 +94,56 @@ def model_card(
     sizes: tuple[int, int],
     classes: Sequence[str],
     position: Position | None,
-    use: str,
-) -> ModelCard:
-    """
+    layout: str,
+) -> str:
+    """The card in Markdown, with the hub's metadata.
+
     Args:
         recipe: of the export.
         config: the recipe's section `export`.
         sizes: parameters and classes of the exported model.
         classes: names of the classes, if known.
         position: of the run whose checkpoint is exported; None for a published file.
-        use: Python code that uses the model; empty = by the library of the layout.
+        layout: of the weights, or `mlflow`: how the model is used.
     """
     count, num_classes = sizes
     model = recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
-    if position is not None and "model" in position.recipe:
-        recipe = Recipe.model_validate_json(json.dumps(position.recipe))
-    result = None if position is None else _result(recipe, position)
+    result, evaluation, recorded = None, "No accuracy is recorded.", ""
+    if position is not None:
+        if "model" in position.recipe:
+            recipe = Recipe.model_validate_json(json.dumps(position.recipe))
+        result, evaluation = _evaluation(recipe, position)
+        deciding = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
+        recorded = redact(write_yaml(with_texts(deciding, _public)))
     data = ModelCardData(
         license=config.license,
-        library_name=_LIBRARIES.get(config.layout, "vit_ray"),
+        library_name=_LIBRARIES.get(layout, "vit_ray"),
         pipeline_tag="image-classification",
         tags=["image-classification", "vision", "vit_ray"],
         model_name=name if result else None,
         eval_results=[result] if result else None,
     )
-    arguments = ", ".join(
-        [repr(model.name), str(num_classes), str(model.image_size)]
-        + [f"{key}={value!r}" for key, value in model.options().items()]
-    )
-    names, trust = "build_model, load_weights", ""
-    if is_own(model.name):
-        names += ", trust_modules"
-        trust = f"trust_modules({model.name.rpartition('.')[0]!r})  # runs its code\n"
-    use = use or _USE.get(config.layout, _USE_OURS).format(
+    origin = "" if is_own(model.name) else _PAPER
+    card = ModelCard.from_template(
+        data,
+        template_str=_TEMPLATE,
         name=name,
+        summary=f"{model.name}{origin}: {count:,} parameters, {num_classes:,} classes"
+        f"{'' if classes else ' (their names are unknown)'}, images of {model.sides[0]} x "
+        f"{model.sides[1]} pixels.",
+        layout=layout,
+        module=repr(model.name.rpartition(".")[0]) if is_own(model.name) else "",
+        arguments=", ".join([
+            repr(model.name), str(num_classes), str(model.image_size),
+            *(f"{key}={value!r}" for key, value in model.options().items()),
+        ]),
         file=weights_file(config.layout),
-        arguments=arguments,
-        names=names,
-        trust=trust,
-    )
-    facts = _training_facts(recipe, num_classes, position).items()
-    rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts]
-    text = [
-        f"# {name}",
-        f"{model.name}{'' if is_own(model.name) else _PAPER}: {count:,} parameters, "
-        f"{num_classes:,} classes{'' if classes else ' (their names are unknown)'}, images of "
-        f"{model.sides[0]} x {model.sides[1]} pixels.",
-        f"## Use\n\n```python\n{use}\n```",
-        "## Training\n\n" + "\n".join(["| | |", "|---|---|", *rows]),
-        "## Evaluation\n\n" + _evaluation(recipe, result),
-    ]
-    if position is not None:
-        recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
-        recipe_text = redact(write_yaml(with_texts(recorded, _public)))
-        text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
+        facts=_training_facts(recipe, num_classes, position),
+        evaluation=evaluation,
+        recipe=recorded,
+    )  # fmt: skip
+    return str(card).rstrip() + "\n"
 
 
 def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
@@ -127,7 +154,7 @@ def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
         if opened := open_checkpoint(locate(checkpoint)):
             count = sum(math.prod(shape) for shape in opened.position.shapes.values())
             sizes = count, len(classes)
-            return str(model_card(recipe, config, sizes, classes, opened.position, _USE_LOGGED))
+            return model_card(recipe, config, sizes, classes, opened.position, "mlflow")
     except (OSError, ValueError) as error:  # the training has succeeded nevertheless
         logger.warning("the logged model has no card: %s", error)
     return ""
@@ -161,35 +188,31 @@ def _training_facts(recipe: Recipe, num_classes: int, position: Position | None)
     }
 
 
-def _result(recipe: Recipe, position: Position) -> EvalResult | None:
-    """The accuracy on the test set, or on images held out of the training set."""
+def _evaluation(recipe: Recipe, position: Position) -> tuple[EvalResult | None, str]:
+    """The accuracy on the test set, or on images held out of the training set, and a sentence."""
     metrics, data = with_best(position.progress.metrics), recipe.data
     key = EVAL_TOP1 if EVAL_TOP1 in metrics else DEV_TOP1
     if key not in metrics:
-        return None
+        return None, "No accuracy is recorded."
     is_test = key == EVAL_TOP1 and data.eval is not None
     path = short_address((data.eval if is_test else data.train) or _UNKNOWN)
-    return EvalResult(
+    name = path if is_test else f"{path} (held out)"
+    note: object = "the test set is no longer there, or is not one of the paper's"
+    with contextlib.suppress(ValueError, OSError):
+        if data.eval:
+            ours, *_ = training_table(recipe, [metrics[key]])
+            note = ours["note"]
+    setting = "Test set, pre-training and model are those of the paper."
+    if note:
+        setting = f"A proxy, not a result in the paper's setting: {note}."
+    result = EvalResult(
         task_type="image-classification",
         dataset_type=path,
-        dataset_name=path if is_test else f"{path} (held out)",
+        dataset_name=name,
         metric_type="accuracy",
         metric_value=round(metrics[key], 6),
     )
-
-
-def _evaluation(recipe: Recipe, result: EvalResult | None) -> str:
-    if result is None:
-        return "No accuracy is recorded."
-    line = f"Top-1 accuracy on {result.dataset_name}: {result.metric_value:.2%}"
-    label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
-    with contextlib.suppress(ValueError, OSError):
-        if recipe.data.eval:
-            ours, *_ = training_table(recipe, [result.metric_value])
-            label, note = str(ours["label"]), str(ours["note"])
-    if label == "data":
-        return f"{line}. Test set, pre-training and model are those of the paper."
-    return f"{line}. A proxy, not a result in the paper's setting: {note}."
+    return result, f"Top-1 accuracy on {name}: {metrics[key]:.2%}. {setting}"
 
 
 def image_processor(augmentation: Augmentation) -> dict[str, Any]:

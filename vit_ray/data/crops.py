@@ -9,7 +9,6 @@ in the TensorFlow pipeline of the ViT paper.
 """
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -58,7 +57,7 @@ def crop(
         image: a file, of which only the part that the crop needs is decoded; or all pixels.
 
     Raises:
-        BadImageError: the file cannot be decoded, or its size is not the data set's.
+        BadImageError: the file cannot be decoded.
     """
     if isinstance(image, StoredImage):
         pixels, box = _decoded(image, box, augmentation)
@@ -124,43 +123,41 @@ def _decoded(
     image: StoredImage, box: CropBox, augmentation: Augmentation
 ) -> tuple[UInt8Array, CropBox]:
     """The decoded pixels around a crop, and the crop's box in them."""
-    if augmentation.border:
-        pixels = decode(image.content)
-    else:
-        # The coarsest scale at which the crop still has the pixels that the output needs.
-        shrink = min(box.height / augmentation.height, box.width / augmentation.width)
-        minimum = _MIN_SHRINK_EXACT if augmentation.is_exact else _MIN_SHRINK
-        scale = next(scale for scale in (8, 4, 2, 1) if minimum[scale] <= shrink or scale == 1)
-        needed = box
-        if augmentation.is_exact:
-            shrinks = (
-                box.height / augmentation.height / scale,
-                box.width / augmentation.width / scale,
+    # The coarsest scale at which the crop still has the pixels that the output needs.
+    shrinks = box.height / augmentation.height, box.width / augmentation.width
+    minimum = _MIN_SHRINK_EXACT if augmentation.is_exact else _MIN_SHRINK
+    scale = next(scale for scale in (8, 4, 2, 1) if minimum[scale] <= min(shrinks) or scale == 1)
+    needed = _with_margin(image, box, augmentation, scale) if augmentation.is_exact else box
+    region = None if augmentation.border else _jpeg_region(image, needed, scale)
+    if region is not None:
+        content, (top, left, bottom, right) = region
+        if (part := decode_jpeg(content, scale)) is not None:
+            above, before, *_ = needed.bounds(image.size, scale)
+            scaled = CropBox(
+                box.top / scale - above,
+                box.left / scale - before,
+                box.height / scale,
+                box.width / scale,
+                box.is_flipped,
             )
-            widths = 2 if augmentation.interpolation == "bicubic" else 1
-            rows, columns = ((_filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
-            # A small output is warped in less time than these pixels are decoded.
-            skipped = _MAX_SKIPPED * scale if max(shrinks) < 2 else 0
-            first_row = max(0.0, box.top - skipped - rows)
-            first = max(0.0, box.left - skipped - columns)
-            last_row = min(image.size[0], box.top + box.height + rows)
-            last = min(image.size[1], box.left + box.width + columns)
-            needed = CropBox(first_row, first, last_row - first_row, last - first, False)
-        if (region := _jpeg_region(image, needed, scale)) is not None:
-            content, (top, left, bottom, right) = region
-            if (part := decode_jpeg(content, scale)) is not None:
-                above, before, *_ = needed.bounds(image.size, scale)
-                scaled = replace(
-                    box,
-                    top=box.top / scale - above,
-                    left=box.left / scale - before,
-                    height=box.height / scale,
-                    width=box.width / scale,
-                )
-                return part[top:bottom, left:right], scaled
-        pixels = decode_by_pillow(image.content)
-    _check_size(image, pixels.shape[:2])
-    return _within_border(pixels, box, augmentation), box
+            return part[top:bottom, left:right], scaled
+    return _within_border(decode(image.content), box, augmentation), box
+
+
+def _with_margin(
+    image: StoredImage, box: CropBox, augmentation: Augmentation, scale: int
+) -> CropBox:
+    """The pixels that an exact crop needs: those that its filter reaches, decoded at 1/`scale`."""
+    shrinks = box.height / augmentation.height / scale, box.width / augmentation.width / scale
+    widths = 2 if augmentation.interpolation == "bicubic" else 1
+    rows, columns = ((_filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
+    # A small output is warped in less time than these pixels are decoded.
+    skipped = _MAX_SKIPPED * scale if max(shrinks) < 2 else 0
+    first_row = max(0.0, box.top - skipped - rows)
+    first = max(0.0, box.left - skipped - columns)
+    last_row = min(image.size[0], box.top + box.height + rows)
+    last = min(image.size[1], box.left + box.width + columns)
+    return CropBox(first_row, first, last_row - first_row, last - first, False)
 
 
 def _jpeg_region(
@@ -169,36 +166,19 @@ def _jpeg_region(
     """The JPEG file to decode at 1/`scale` for a crop, and the pixels needed from it.
 
     None if it is not a plain JPEG; a file of a part of it if it has a restart index.
-
-    Raises:
-        BadImageError: its size is not the data set's.
     """
     bounds = box.bounds(image.size, scale)
     if image.index is None:
-        size = size_of_jpeg(image.content)
-        if size is None:
-            return None
-        _check_size(image, size)
-        return image.content, bounds
+        return None if size_of_jpeg(image.content) is None else (image.content, bounds)
     height, width = image.size
     top, left, bottom, right = (side * scale for side in bounds)
     if (top, left) == (0, 0) and bottom >= height and right >= width:
-        at = image.index.size_at
-        if image.content[at : at + 4] == height.to_bytes(2) + width.to_bytes(2):
-            return image.content, bounds  # the size is where the index says
+        return image.content, bounds
     needed = top, left, min(bottom, height), min(right, width)
     part = crop_file(image.content, image.index, image.size, needed)
     above, before = part.top // scale, part.left // scale
     top, left, bottom, right = bounds
     return part.image, (top - above, left - before, bottom - above, right - before)
-
-
-def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
-    if size != image.size:
-        raise BadImageError(
-            f"it has {size[0]} x {size[1]} pixels, but the data set says {image.size[0]} x "
-            f"{image.size[1]}"
-        )
 
 
 def _within_border(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -175,7 +176,7 @@ class BatchReader:
         try:
             pixels = crop(encoded.stored(row), box, spec.augmentation, batch["image"][i])
             spec.augmentation.changed(pixels, (spec.seed, epoch, sample))
-        except ValueError as error:
+        except (ValueError, cv2.error) as error:
             group, _ = spec.manifest.place(sample)
             shard = spec.manifest.files[int(spec.manifest.file_index[group])].path
             return (

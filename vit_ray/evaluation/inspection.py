@@ -23,6 +23,8 @@ from vit_ray.models.axial import AxialViT
 from vit_ray.models.vit import Attention, VisionTransformer
 
 FloatArray = NDArray[np.float32]
+# Or the reason why there is none.
+Drawing = Figure | Image.Image | str
 NUM_ROLLOUTS = 16
 
 
@@ -39,43 +41,45 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         file, or the reason why there is none.
     """
     no_attention = f"a {type(model).__name__} has no attention over the whole image"
-    drawings: dict[str, Figure | Image.Image | str] = {
-        "filters": _filters(model) or "the model has no convolution of the pixels",
-        "position_similarity": _positions(model) or "the model has no table of positions",
-        "attention_distance": no_attention,
-        "attention_rollout": no_attention,
-    }
+    distance: Drawing = no_attention
+    rollout: Drawing = no_attention
     if isinstance(model, VisionTransformer) and not isinstance(model, AxialViT):
         distances, rollouts = attention_figures(model, images)
-        drawings["attention_distance"] = _distances(distances, len(images))
-        drawings["attention_rollout"] = _rollouts(images, rollouts, model.embedding.patch_size)
-    results: dict[str, Path | str] = {}
-    for name, drawing in drawings.items():
-        path = folder / f"{name}.png"
-        results[name] = drawing if isinstance(drawing, str) else path
-        if isinstance(drawing, Figure):
-            drawing.savefig(path, dpi=150)
-        elif isinstance(drawing, Image.Image):
-            drawing.save(path)
-    return results
+        distance = _distances(distances, len(images))
+        rollout = _rollouts(images, rollouts, model.embedding.patch_size)
+    drawings = {
+        "filters": _filters(model),
+        "position_similarity": _positions(model),
+        "attention_distance": distance,
+        "attention_rollout": rollout,
+    }
+    return {name: _saved(drawing, folder / f"{name}.png") for name, drawing in drawings.items()}
 
 
-def _filters(model: nn.Module) -> Image.Image | None:
+def _saved(drawing: Drawing, path: Path) -> Path | str:
+    if isinstance(drawing, str):
+        return drawing
+    save = drawing.savefig if isinstance(drawing, Figure) else drawing.save
+    save(path)
+    return path
+
+
+def _filters(model: nn.Module) -> Drawing:
     kernel = first_kernel(model)
     if kernel is None:
-        return None
+        return "the model has no convolution of the pixels"
     components, variance = filter_components(kernel)
     tiles = list((255 * components).round().astype(np.uint8))
     title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%} of variance"
     return sheet(tiles, [f"{share:.1%}" for share in variance], title)
 
 
-def _positions(model: nn.Module) -> Figure | None:
+def _positions(model: nn.Module) -> Drawing:
     """The similarity of each position embedding to all others, a tile for each."""
     vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
     if vectors is None:
-        return None
-    figure = Figure(figsize=(7, 6), layout="constrained")
+        return "the model has no table of positions"
+    figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
     axis = figure.subplots()
     image = axis.imshow(position_similarity(vectors), vmin=-1, vmax=1, interpolation="nearest")
     axis.set_axis_off()
@@ -87,7 +91,7 @@ def _positions(model: nn.Module) -> Figure | None:
 def _distances(distances: FloatArray, num_images: int) -> Figure:
     """A dot for each head, of distances (L, H) in pixels, over the depth of the layer."""
     num_layers, num_heads = distances.shape
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
     axis = figure.subplots()
     axis.scatter(np.repeat(np.arange(1, num_layers + 1), num_heads), distances.flatten(), s=14)
     axis.set(
@@ -144,13 +148,11 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
     pca = PCA(min(count, *filters.shape), svd_solver="full")  # draws no random numbers
-    with np.errstate(invalid="ignore"):  # shares of a variance of 0
-        pca.fit(filters)
+    pca.fit(filters)
     images = pca.components_.reshape(-1, *kernel.shape[1:]).transpose(0, 2, 3, 1)
     low, high = images.min((1, 2, 3), keepdims=True), images.max((1, 2, 3), keepdims=True)
     stretched = (images - low) / np.maximum(high - low, np.finfo(float).tiny)
-    variance = np.nan_to_num(pca.explained_variance_ratio_)
-    return stretched.astype(np.float32), variance.astype(np.float32)
+    return stretched.astype(np.float32), pca.explained_variance_ratio_.astype(np.float32)
 
 
 def position_vectors(model: VisionTransformer) -> FloatArray | None:

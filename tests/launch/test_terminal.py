@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from vit_ray.data import tasks
 from vit_ray.launch import terminal
 from vit_ray.outcomes import EventKind
-from vit_ray.tracking.run_state import Event, RunStatus
+from vit_ray.tracking.recorder import Event, RunStatus
 
 DRIVER = """
 import signal, time

@@ -42,7 +42,7 @@ from vit_ray.launch.workers import (
 )
 from vit_ray.outcomes import EventKind, Failure, RunStoppedError, TrialState, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.tracking.run_state import Event, RunStatus
+from vit_ray.tracking.recorder import Event, RunStatus
 from vit_ray.worker.entry import GroupConfig
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 

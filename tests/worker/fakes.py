@@ -20,7 +20,7 @@ from vit_ray.config import Recipe
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.tracking.run_state import Orders
+from vit_ray.tracking.recorder import Orders
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, SkippedStep, StepResult
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator

@@ -52,7 +52,7 @@ from vit_ray.outcomes import EventKind, Failure
 from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
-from vit_ray.tracking.run_state import RunStatus
+from vit_ray.tracking.recorder import RunStatus
 from vit_ray.worker.entry import GroupConfig, work
 from vit_ray.worker.job import TrainJob
 

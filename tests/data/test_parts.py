@@ -209,9 +209,9 @@ def test_quotas_are_as_near_to_the_share_as_one_and_all_but_one_allow(counts, fr
 @pytest.mark.parametrize(
     ("counts", "fraction", "told"),
     [
-        ([5, 1, 5], 0.3, "in the rest; add images to the rarest class, 'b' with 1"),
-        ([10, 12, 8], 0.06, r"use from 0\.1 to 0\.9, .* 'c' with 8"),
-        ([5, 4], 0.9, r"use from 0\.223 to 0\.777, .* 'b' with 4"),
+        ([5, 1, 5], 0.3, r"two images or more \(the rarest is 'b' with 1\)"),
+        ([10, 12, 8], 0.06, r"is 2, .* gives 3 to 27 images, .* 'c' with 8"),
+        ([5, 4], 0.9, r"is 8, .* gives 2 to 7 images, .* 'b' with 4"),
     ],
 )
 def test_a_class_that_would_be_empty_is_named(tmp_path, counts, fraction, told):

@@ -7,7 +7,6 @@ enough of them, so that a small split needs few row groups. Only manifests are w
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -218,16 +217,12 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
     num_images, has_any = int(counts.sum()), counts > 0
     num_classes, total = int(has_any.sum()), round(num_images * fraction)
     if (counts == 1).any() or not num_classes <= total <= num_images - num_classes:
-        low, high = num_classes / num_images, 1 - num_classes / num_images
         rarest = int(np.argmin(np.where(has_any, counts, num_images)))
-        share = (
-            f"use from {math.ceil(low * 1000) / 1000:g} to {math.floor(high * 1000) / 1000:g}, or "
-            if counts[rarest] > 1 else ""
-        )  # fmt: skip
         raise ValueError(
             f"sweep.dev_fraction={fraction:g} of {num_images} images is {total}, but each of the "
-            f"{num_classes} classes needs an image in the dev split and one in the rest; {share}"
-            f"add images to the rarest class, {classes[rarest]!r} with {counts[rarest]}"
+            f"{num_classes} classes needs an image in the dev split and one in the rest; use a "
+            f"fraction that gives {num_classes} to {num_images - num_classes} images, and classes "
+            f"of two images or more (the rarest is {classes[rarest]!r} with {counts[rarest]})"
         )
     exact = counts * (total / counts.sum())
     quotas = np.clip(np.floor(exact), has_any, np.maximum(counts - 1, 0)).astype(np.int64)

@@ -11,7 +11,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.dataset import MANIFEST_FILE, Manifest, RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.order import Order
 from vit_ray.data.shard_writer import EncodedImage, row_groups, write_row_groups
-from vit_ray.data.shards import ChangedImageError, RowGroupReader, keys
+from vit_ray.data.shards import RowGroupReader, keys
 from vit_ray.storage import locate
 
 ROWS_PER_GROUP = 4
@@ -98,7 +98,7 @@ def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
             number = int(manifest.first_samples[group]) + row
             try:
                 image = encoded.image(row)
-            except ChangedImageError:
+            except ValueError:
                 is_refused = True
                 continue
             rows[number] = (image, encoded.labels_of(row).tolist(), encoded.key(row))

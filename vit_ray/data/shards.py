@@ -62,10 +62,6 @@ _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 Result = TypeVar("Result")
 
 
-class ChangedImageError(ValueError):
-    """The bytes of an image are not those that were converted."""
-
-
 class EncodedRows:
     """The rows of one stored row group.
 
@@ -96,7 +92,7 @@ class EncodedRows:
         """Encoded bytes of one row.
 
         Raises:
-            ChangedImageError: the bytes differ from the image's checksum.
+            ValueError: the bytes differ from the image's checksum.
         """
         return bytes(self._image(row))
 
@@ -116,7 +112,7 @@ class EncodedRows:
     def _image(self, row: int) -> memoryview:
         image = self._content[self._offsets[row] : self._offsets[row + 1]]
         if not self.is_whole and zlib.crc32(image) != self.crc32[row]:
-            raise ChangedImageError("the bytes changed since conversion (checksum differs)")
+            raise ValueError("the bytes changed since conversion (checksum differs)")
         return image
 
 

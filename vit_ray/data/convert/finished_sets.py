@@ -27,7 +27,7 @@ from vit_ray.data.images import BadImageError, decode
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.parts import derive, refuse_existing
 from vit_ray.data.restart_index import StoredImage, index_segments
-from vit_ray.data.shards import ChangedImageError, RowGroupReader, problem_of_shard
+from vit_ray.data.shards import RowGroupReader, problem_of_shard
 from vit_ray.data.tasks import run_tasks
 from vit_ray.storage import locate
 
@@ -270,6 +270,6 @@ def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Des
             key = rows.key(row)
             try:
                 yield sample, key, describe(rows.image(row))
-            except ChangedImageError as error:
+            except ValueError as error:
                 where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error

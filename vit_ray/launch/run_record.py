@@ -85,37 +85,47 @@ class OpenRun:
     record: Recorder
     is_complete: bool = False
 
-    @classmethod
-    def begin(cls, opening: RunOpening, parent: "OpenRun | None") -> "OpenRun":
-        """Open a run; a child run uses the recorder of its parent."""
-        path, name = opening.log_path, opening.run_name
-        if parent is None:
-            record = start_recorder(opening.config.uri, path, name, command_line())
-        else:
-            record = replace(parent.record, log_path=path, run_name=name)
-            opening = replace(opening, parent_log=parent.record.log_path)
-        record.open(opening)
-        return cls(record)
-
-    def finish(self, status: Status) -> None:
-        """End the record; a failure is only logged, since the result is valid without it."""
-        try:
-            problem = self.record.finish(status)
-        except (ray.exceptions.RayError, RuntimeError) as error:
-            problem = f"MLflow may not have all of it ({redact(str(error))})"
-        if problem:
-            logger.warning(
-                "run %s: %s; then run: vit-ray replay %s URI",
-                self.record.run_name,
-                problem,
-                self.record.log_path,
-            )
-
 
 def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
     log_path = metrics_log_path(recipe.run_folder).absolute()
     fields["tags"] = {RUN_FOLDER: recipe.run_folder, **fields.get("tags", {})}
     return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
+
+
+@contextlib.contextmanager
+def _open_run(opening: RunOpening, parent: OpenRun | None) -> Iterator[OpenRun]:
+    """Open a run inside the block; a child run uses the recorder of its parent.
+
+    The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
+    """
+    path, name = opening.log_path, opening.run_name
+    if parent is None:
+        record = start_recorder(opening.config.uri, path, name, command_line())
+    else:
+        record = replace(parent.record, log_path=path, run_name=name)
+        opening = replace(opening, parent_log=parent.record.log_path)
+    record.open(opening)
+    run = OpenRun(record)
+    status: Status = "FAILED"
+    try:
+        yield run
+        status = "FINISHED" if run.is_complete else "KILLED"
+    except (RunStoppedError, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    except Exception as error:
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            record.tag(FAILURE, str(error))
+        raise
+    finally:
+        try:
+            problem = record.finish(status)
+        except (ray.exceptions.RayError, RuntimeError) as error:  # the result is valid without it
+            problem = f"MLflow may not have all of it ({redact(str(error))})"
+        if problem:
+            logger.warning("run %s: %s; then run: vit-ray replay %s URI", name, problem, path)
+        if parent is None:
+            log_models_later(absolute_uri(opening.config.uri), path)
 
 
 @contextlib.contextmanager
@@ -133,8 +143,6 @@ def open_record(
 ) -> Iterator[OpenRun]:
     """Record a run inside the block.
 
-    The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
-
     Args:
         resolved: described in the run's metadata.
         parent: the sweep or study that the run is part of.
@@ -150,18 +158,14 @@ def open_record(
 
     command = parent.record.command if parent else command_line()
     facts = without_varied(run_facts(recipe, kind, resolved, cluster, command))
-    run = OpenRun.begin(
-        _opening(
-            recipe,
-            run_id,
-            params=without_varied(trained_params(recipe)),
-            tags={**facts, **(tags or {})},
-            datasets=data_inputs(resolved),
-            **opening,
-        ),
-        parent,
+    start = _opening(
+        recipe,
+        run_id,
+        params=without_varied(trained_params(recipe)),
+        tags={**facts, **(tags or {})},
+        datasets=data_inputs(resolved),
+        **opening,
     )
-    run.record.text("recipe.yaml", write_yaml(recipe.written(*_SECTIONS.get(kind, ()))), wait_s=0.0)
     machine = {
         "driver": platform.node(),
         "cores_of_the_driver": cpu_count(),
@@ -171,31 +175,23 @@ def open_record(
         "ray": ray.__version__,
         "python": platform.python_version(),
     }
-    run.record.text("machine.json", json.dumps(machine, indent=1), wait_s=0.0)
-    status: Status = "FAILED"
-    try:
+    texts = {
+        "recipe.yaml": write_yaml(recipe.written(*_SECTIONS.get(kind, ()))),
+        "machine.json": json.dumps(machine, indent=1),
+    }
+    with _open_run(start, parent) as run:
+        for name, text in texts.items():
+            run.record.text(name, text, wait_s=0.0)
         yield run
-        status = "FINISHED" if run.is_complete else "KILLED"
-    except (RunStoppedError, KeyboardInterrupt):
-        status = "KILLED"
-        raise
-    except Exception as error:
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            run.record.tag(FAILURE, str(error))
-        raise
-    finally:
-        run.finish(status)
-        if parent is None:
-            log_models_later(absolute_uri(recipe.tracking.uri), run.record.log_path)
 
 
 def add_to_ended(
     recipe: Recipe, run_id: str | None, metrics: Mapping[str, float], parent: OpenRun
 ) -> None:
     """Add later measurements to the record of a run that has finished."""
-    run = OpenRun.begin(_opening(recipe, run_id, params=trained_params(recipe)), parent)
-    run.record.results(0, metrics)
-    run.finish("FINISHED")
+    with _open_run(_opening(recipe, run_id, params=trained_params(recipe)), parent) as run:
+        run.record.results(0, metrics)
+        run.is_complete = True
 
 
 def end_record(
@@ -222,20 +218,17 @@ def end_record(
     # Imported here because it is rarely needed: MLflow takes seconds.
     from vit_ray.tracking.mlflow_client import asking
 
-    try:
-        # The log may be on another machine, so a run that has ended is not opened again.
-        if run_id is not None:
-            with asking(recipe.tracking.uri) as client:
-                if client.get_run(run_id).info.status == "FINISHED":
-                    return run_id
-    except (RuntimeError, TimeoutError, ValueError) as error:
-        logger.warning("%s", error)
-    try:
-        lock = lock_log(opening.log_path)
-    except RuntimeError as error:
-        logger.warning("%s", error)
-        return run_id
-    with lock:
+    with contextlib.ExitStack() as lock:
+        try:
+            # The log may be on another machine, so a run that has ended is not opened again.
+            if run_id is not None:
+                with asking(recipe.tracking.uri) as client:
+                    if client.get_run(run_id).info.status == "FINISHED":
+                        return run_id
+            lock.enter_context(lock_log(opening.log_path))
+        except (RuntimeError, TimeoutError, ValueError) as error:  # the next start tries again
+            logger.warning("%s", error)
+            return run_id
         tracker = Tracker.begin(opening)
         tracker.log.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)

@@ -18,11 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe
+from vit_ray.config.schema import errors_of
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.build import chains
 from vit_ray.models.counter_random import random_words, sample_keys
+from vit_ray.models.fitting import NewHead
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.own_parts import is_own, own_part
 
@@ -53,6 +56,19 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
             "inside); set the key to 0"
         )
     return model
+
+
+def load_initial_weights(model: nn.Module, init_from: str, new_head: NewHead) -> str:
+    """Load the weights that a recipe starts from into its objective; returns what was loaded.
+
+    Args:
+        new_head: as in `SavedWeights`.
+
+    Raises:
+        ValueError: they are not there, or do not fit the model.
+    """
+    with errors_of("init_from"):
+        return str(open_weights(init_from).load_into(model, new_head))
 
 
 def part_of(parameter: str) -> str:

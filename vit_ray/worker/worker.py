@@ -12,15 +12,13 @@ from torch import nn
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, shared_folder
-from vit_ray.config.schema import errors_of
 from vit_ray.outcomes import EventKind
 from vit_ray.training.collectives import all_max, all_sum
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
 from vit_ray.training.memory_estimate import chosen_micro_batch
-from vit_ray.training.objective import build_objective, make_loss
+from vit_ray.training.objective import build_objective, load_initial_weights, make_loss
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import (
@@ -190,12 +188,11 @@ def initial_model(
         model = build_objective(recipe, job.num_classes)
         if recipe.init_from is None or not loads_weights:
             return model
-        with errors_of("init_from"):
-            report = open_weights(recipe.init_from).load_into(model, job.new_head)
+        report = load_initial_weights(model, recipe.init_from, job.new_head)
     except ValueError as error:  # perhaps this host does not have a file or module of the user's
         raise UnrecoverableError(str(error), is_agreed=False) from None
-    check_same_on_all_ranks(str(report), device)
-    link.note(EventKind.WEIGHTS, str(report), 0)
+    check_same_on_all_ranks(report, device)
+    link.note(EventKind.WEIGHTS, report, 0)
     return model
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.tune.schedulers import ASHAScheduler
-from ray.tune.search.variant_generator import _get_preset_variants
 
 from tests.experiments.trials_here import in_process, parent_of, result_of
 from tests.launch.resolved import resolved_run
@@ -23,21 +22,15 @@ from vit_ray.experiments.search_space import (
     Point,
     final_recipe,
     point_name,
+    point_of,
     point_text,
     points_of,
     rung_steps,
+    trial_config,
     trial_recipe,
     with_point,
 )
-from vit_ray.experiments.sweep import (
-    Row,
-    SweepPlan,
-    SweepResult,
-    best_row,
-    searcher,
-    tune_finals,
-    tune_trials,
-)
+from vit_ray.experiments.sweep import Row, SweepPlan, SweepResult, best_row, tune_all
 from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster_checks import paths_of
 from vit_ray.launch.connection import ClusterShape
@@ -157,8 +150,7 @@ def no_data_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 def swept(plan: SweepPlan, **parent_is: bool) -> tuple[SweepResult, Any]:
     """By trials of Ray Tune; with what was recorded."""
     parent, calls = parent_of(plan.recipe, **parent_is)
-    trials, finals = partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
-    return sweep.sweep(plan, parent, trials, finals), calls
+    return sweep.sweep(plan, parent, partial(tune_all, plan, parent)), calls
 
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
@@ -225,19 +217,17 @@ def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(max_steps, grace):
         rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
 
 
-def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked(monkeypatch):
+def test_a_configuration_of_tune_has_its_point_again_whatever_its_values_are(monkeypatch):
     space: dict[str, Any] = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.frozen": [["head", "norm"], []],
         "data.augment": [{"kind": "resize"}, {"flip": False}],
     }
     config = SweepConfig(search="random", num_trials=8, space=space)
-    checked = points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
-    # Configurations in the order in which Tune's own searcher gives them.
-    given = searcher(config, checked)._points_to_evaluate[:8]
-    whole = {"config": sweep.tune_space(config)}
-    found = [next(iter(_get_preset_variants(whole, one)))[1] for one in given]
-    assert [sweep.point_of(dict(one["config"]), config) for one in found] == checked
+    drawn = points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
+    configs = [trial_config(point) for point in drawn]
+    assert {type(value) for one in configs for value in one.values()} == {float, str}
+    assert [point_of({**one, "seed": 3}, config) for one in configs] == drawn
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
         points(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
 from tests.conftest import Digits, Head
@@ -26,10 +25,9 @@ from tests.recipes import small_recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
 from vit_ray.experiments.search_space import tune_space
-from vit_ray.experiments.sweep import searcher
+from vit_ray.experiments.sweep import optuna_search
 from vit_ray.experiments.trials import (
     STEP,
-    Ended,
     OpenParent,
     Outcome,
     open_parent,
@@ -86,9 +84,12 @@ def parent(ray_cluster: Head, digits: Digits, tmp_path: Path) -> Iterator[OpenPa
         yield opened
 
 
-def run(parent: OpenParent, work: Any, **how: Any) -> Ended:
-    space = {"rate": tune.grid_search(RATES)}
-    return run_trials(work, parent, "trials", [], **{"space": space, "max_concurrent": 2, **how})
+def run(parent: OpenParent, work: Any, rates: list[float] = RATES, **how: Any) -> list[Any]:
+    # Tune must take no text for a part of the space.
+    configs = [{"rate": rate, "data.augment": '{"flip": [true]}'} for rate in rates]
+    results = run_trials(work, parent, "trials", [], configs, **{"max_concurrent": 2, **how})
+    assert "space" in how or [one["config"] for one in results] == configs
+    return results
 
 
 def starts(folder: Path) -> list[tuple[float, int]]:
@@ -99,14 +100,14 @@ def starts(folder: Path) -> list[tuple[float, int]]:
 
 def test_a_diverged_and_a_killed_trial_end_no_other(parent, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trials, "MOST_RESTARTS", 1)
-    ended = run(parent, partial(failing, tmp_path))  # of 0.4, 0.1 and 0.2
-    found = ended.by("rate")
-    states = {0.1: TrialState.DIVERGED, 0.2: TrialState.FINISHED}
-    assert {rate: one.state for rate, one in found.items()} == states
-    assert math.isnan(found[0.1].top1)
-    assert {one["warnings"] for one in ended.results} == {"", "it is here again"}
-    assert len(ended.results) == len(RATES) - 1
-    assert "died, or could not be started again (at most 1 restarts)" in caplog.text
+    lost, *results = run(parent, partial(failing, tmp_path))  # of 0.4, 0.1 and 0.2
+    states = [TrialState.DIVERGED, TrialState.FINISHED]
+    assert [Outcome.of_result(one).state for one in results] == states
+    assert math.isnan(results[0]["top1"])
+    assert [one["warnings"] for one in results] == ["", "it is here again"]
+    assert Outcome.of_result(lost).state is TrialState.FAILED
+    assert "died, or could not be started again (at most 1 restarts)" in lost["error"]
+    assert lost["error"].partition(";")[0] in caplog.text
 
 
 @contextmanager
@@ -141,9 +142,8 @@ def slow_to_save(folder: Path, config: dict[str, Any], following: Following) -> 
 
 
 def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(parent, tmp_path):
-    space = {"rate": tune.grid_search(RATES[:2])}
     with signalled(signal.SIGTERM, lambda: len(starts(tmp_path)) >= 2):
-        run(parent, partial(slow_to_save, tmp_path), space=space, has_memory=True)
+        run(parent, partial(slow_to_save, tmp_path), RATES[:2])
     assert saved(tmp_path) == dict.fromkeys(RATES[:2], 2)
 
 
@@ -157,31 +157,27 @@ def slow_to_end(folder: Path, config: dict[str, Any], following: Following) -> A
 
 def test_a_trial_that_asha_stops_last_has_the_time_for_its_checkpoint(parent, tmp_path):
     asha = ASHAScheduler(STEP, max_t=STEPS, reduction_factor=4, stop_last_trials=False)
-    space = {"rate": tune.grid_search(RATES[:2])}
-    ended = run(
-        parent, partial(slow_to_end, tmp_path), space=space, max_concurrent=1, scheduler=asha
-    )
-    assert ended.by("rate")[RATES[1]].state is TrialState.STOPPED_EARLY
+    work = partial(slow_to_end, tmp_path)
+    _, stopped = run(parent, work, RATES[:2], max_concurrent=1, scheduler=asha)
+    assert Outcome.of_result(stopped).state is TrialState.STOPPED_EARLY
     assert saved(tmp_path) == {RATES[1]: 1}
 
 
 def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):
     recipe = small_recipe("parent", digits, tmp_path)
     config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})
-    how: dict[str, Any] = {"num_samples": 6, "max_concurrent": 1, "has_memory": True}
-    how["space"] = tune_space(config)
+    how: dict[str, Any] = {"max_concurrent": 1, "rates": [0.1] * 6, "space": tune_space(config)}
     opened: Callable[[], Any] = partial(
         open_parent, recipe, "sweep", resolve_run(recipe), 1, [recipe]
     )
     # Two have ended.
     with signalled(signal.SIGTERM, lambda: len(saved(tmp_path)) >= 2), opened() as first:
-        search = searcher(config, [])
-        run(first, partial(training, tmp_path, 0.3), search_alg=search, **how)
+        run(first, partial(training, tmp_path, 0.3), searcher=optuna_search(config), **how)
     before = starts(tmp_path)
     with opened() as second:
-        search = searcher(config, [])
-        ended = run(second, partial(training, tmp_path, 0.0), search_alg=search, **how)
-    rates = [one["config"]["rate"] for one in ended.results]
+        work = partial(training, tmp_path, 0.0)
+        results = run(second, work, searcher=optuna_search(config), **how)
+    rates = [one["config"]["rate"] for one in results]
     assert len(set(rates)) == 6
     assert {rate for rate, _ in before} < set(rates)  # the search knows them
     again = [rate for rate, _ in starts(tmp_path)[len(before) :]]

@@ -1,9 +1,7 @@
 """Trials in this process: Ray and the trainings are fakes, everything else is real."""
 
-import itertools
-import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +11,9 @@ from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.experiments import study, sweep, trials, vtab
-from vit_ray.experiments.trials import Ended, OpenParent, Outcome, Work
+from vit_ray.experiments.trials import OpenParent, Work
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import Following, RunResult
-from vit_ray.outcomes import TrialState
 
 CLUSTER = ClusterShape(1, 8.0, 0.0, 0.0)
 
@@ -65,14 +62,10 @@ def result_of(recipe: Recipe, steps: int = 1, total_steps: int = 1, **metrics: f
 def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult]) -> None:
     """Trials run here one after another, with `train(recipe, ...)` in the place of a training."""
 
-    def run_trials(work: Work, parent: Any, *_: Any, space: Mapping[str, Any], **__: Any) -> Ended:
-        listed = [v["grid_search"] if isinstance(v, dict) else [v] for v in space.values()]
-        results = []
-        for values in itertools.product(*listed):
-            config = dict(zip(space, values, strict=True))
-            result = work(config, following_of(parent))
-            results.append({**result, "config": config, "done": True})
-        return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"))
+    def run_trials(
+        work: Work, parent: Any, _: str, __: Any, configs: list[Any], **___: Any
+    ) -> list[dict[str, Any]]:
+        return [{**work(config, following_of(parent)), "config": config} for config in configs]
 
     for module in (sweep, study, vtab):
         monkeypatch.setattr(module, "run_trials", run_trials)

@@ -50,12 +50,11 @@ def space_of(config: SweepConfig) -> dict[str, Any]:
 
 
 def tune_space(config: SweepConfig) -> dict[str, Any]:
-    """The search space as Ray Tune takes it."""
+    """The domains of a random or Optuna search, from which Ray Tune draws."""
     domains: dict[str, Any] = {}
     for key, values in space_of(config).items():
         if isinstance(values, list):
-            make = tune.grid_search if config.search == "grid" else tune.choice
-            domains[key] = make([_plain(value) for value in values])
+            domains[key] = tune.choice([_plain(value) for value in values])
         else:
             ((kind, (low, high)),) = values.items()
             domains[key] = (tune.loguniform if kind == "log_uniform" else tune.uniform)(low, high)
@@ -73,12 +72,13 @@ def trial_config(point: Point) -> dict[str, Any]:
 
 
 def point_of(trial: Mapping[str, Any], config: SweepConfig) -> Point:
-    """The point of a trial's, or a retraining's, configuration."""
+    """The point of a trial's, or a retraining's, configuration; empty for a trial without one."""
     point: dict[str, Any] = {}
     for key, values in space_of(config).items():
-        listed = values if isinstance(values, list) else ()
-        by_plain_value = {_plain(value): value for value in listed}
-        point[key] = by_plain_value.get(trial[key], trial[key])
+        if key in trial:
+            listed = values if isinstance(values, list) else ()
+            by_plain_value = {_plain(value): value for value in listed}
+            point[key] = by_plain_value.get(trial[key], trial[key])
     return point
 
 

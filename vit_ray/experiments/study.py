@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ray import tune
-
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.schema import errors_of
@@ -125,17 +123,19 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[
 def _run_cells(cells: Sequence[Cell], parent: OpenParent) -> list[CellResult]:
     study = study_of(parent.recipe)
     groups = {group[0].name: group for group in in_groups(study, cells)}
-    ended = run_trials(
+    results = run_trials(
         partial(_train_group, study, groups),
         parent,
         "cells",
         [trunk.recipe for trunk, *_ in groups.values()],
-        space={"cell": tune.grid_search(list(groups))},
+        [{"cell": name} for name in groups],
         max_concurrent=study.max_concurrent,
     )
-    lost: dict[str, Any] = {"error": ended.lost.error}
-    trained = {name: fields for result in ended.results for name, fields in result["cells"].items()}
-    return [CellResult(cell, **trained.get(cell.name, lost)) for cell in cells]
+    fields: dict[str, Any] = {}
+    for group, result in zip(groups.values(), results, strict=True):
+        lost = {cell.name: {"error": result.get("error")} for cell in group}
+        fields |= result.get("cells", lost)
+    return [CellResult(cell, **fields[cell.name]) for cell in cells]
 
 
 def _train_group(

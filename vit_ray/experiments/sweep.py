@@ -19,9 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from ray import tune
 from ray.tune.schedulers import ASHAScheduler
-from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
@@ -32,7 +30,6 @@ from vit_ray.experiments.search_space import (
     Point,
     errors_of_point,
     final_recipe,
-    point_name,
     point_of,
     point_text,
     points_of,
@@ -68,6 +65,8 @@ from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, RunStoppedError, TrialState
 from vit_ray.storage import locate
 
+# Trains configurations of `SweepPlan.train`; returns the results with their `config`, in order.
+TrainAll = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 RESTARTED: Final = "The sweep was restarted, and the rungs of ASHA began empty"
 
 logger = logging.getLogger(__name__)
@@ -136,33 +135,28 @@ class SweepPlan:
         """Recipes, one for each point."""
         return [trial_recipe(self.recipe, point, self.split) for point in self.points]
 
-    @property
-    def seeds(self) -> list[int]:
-        return [self.recipe.seed + k for k in range(self.config.seeds)]
+    def training(self, config: Mapping[str, Any]) -> Recipe:
+        """At a configuration's point: a retraining if there is a seed, else a trial."""
+        point = point_of(config, self.config)
+        if "seed" in config:
+            return final_recipe(self.recipe, point, config["seed"])
+        return trial_recipe(self.recipe, point, self.split)
 
     def train(
         self, tags: Mapping[str, str], config: dict[str, Any], following: Following
     ) -> dict[str, Any]:
-        """Train at a configuration's point: a retraining if there is a seed, else a trial.
-
-        Args:
-            tags: of the training.
-        """
-        point, seed = point_of(config, self.config), config.get("seed")
-        if seed is not None:
-            final = final_recipe(self.recipe, point, seed)
-            kind: Kind = "finetune" if final.init_from else "pretrain"
-            tags = {"vit_ray.sweep_stage": "finetune", **tags}
-            return asdict(train_child(following, final, kind, tags))
+        """Train as `training`, with these tags; returns the fields of the `Outcome`."""
+        recipe, is_final = self.training(config), "seed" in config
+        final_kind: Kind = "finetune" if recipe.init_from else "pretrain"
         outcome = train_child(
             following,
-            trial_recipe(self.recipe, point, self.split),
-            "sweep_trial",
-            {"vit_ray.sweep_stage": "sweep_trial", **tags},
-            evaluate_at=rung_steps(self.config, max(self.steps)),
+            recipe,
+            final_kind if is_final else "sweep_trial",
+            {"vit_ray.sweep_stage": "finetune" if is_final else "sweep_trial", **tags},
+            evaluate_at=() if is_final else rung_steps(self.config, max(self.steps)),
         )
         if outcome.state is TrialState.DIVERGED:
-            text = f"{point_name(point)}: {outcome.error}"
+            text = f"{recipe.name}: {outcome.error}"
             following.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
         return asdict(outcome)
 
@@ -218,9 +212,7 @@ def run_sweep(recipe: Recipe) -> SweepResult:
     """
     plan = plan_sweep(recipe.with_absolute_paths())
     with open_sweep(plan) as parent:
-        return sweep(
-            plan, parent, partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
-        )
+        return sweep(plan, parent, partial(tune_all, plan, parent))
 
 
 def open_sweep(
@@ -232,7 +224,7 @@ def open_sweep(
         under: the study that the sweep is part of.
         tags: of the sweep's run.
     """
-    total_steps = sum(plan.steps) + len(plan.seeds) * plan.resolved.total_steps
+    total_steps = sum(plan.steps) + plan.config.seeds * plan.resolved.total_steps
     # The retraining reads the whole training set and the test set.
     trainings = [*plan.trials, final_recipe(plan.recipe, plan.points[0], plan.recipe.seed)]
     return open_parent(
@@ -241,33 +233,29 @@ def open_sweep(
     )  # fmt: skip
 
 
-def sweep(
-    plan: SweepPlan,
-    parent: OpenParent,
-    trials: Callable[[], list[Row]],
-    finals: Callable[[Point], list[Outcome]],
-) -> SweepResult:
+def sweep(plan: SweepPlan, parent: OpenParent, train_all: TrainAll) -> SweepResult:
     """Try and retrain under the sweep's parent run, which records the selection and the results.
-
-    Args:
-        trials: tries all points.
-        finals: trains at the selected point, once for each seed.
 
     Raises:
         RunFailedError: as `run_sweep`.
     """
-    rows = trials()
+    tried = train_all([trial_config(point) for point in plan.points])
+    rows = [
+        Row(point_of(result["config"], plan.config), Outcome.of_result(result)) for result in tried
+    ]
     chosen = best_row(rows)
-    retrained = finals(chosen.point)
+    seeds = range(plan.recipe.seed, plan.recipe.seed + plan.config.seeds)
+    configs = [{**trial_config(chosen.point), "seed": seed} for seed in seeds]
+    retrained = [Outcome.of_result(result) for result in train_all(configs)]
     if failed := [outcome for outcome in retrained if not outcome.is_measured]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
     table = training_table(plan.recipe, [outcome.top1 for outcome in retrained])
     swept = SweepResult(rows, chosen.point, retrained, beside_paper=table)
-    seeds = f" (mean of {len(retrained)} seeds)" if len(retrained) > 1 else ""
+    of_seeds = f" (mean of {len(seeds)} seeds)" if len(seeds) > 1 else ""
     sentence = (
         f"Of {len(rows)} trials, {point_text(chosen.point)} won (dev {chosen.outcome.top1:.2%}); "
-        f"test {swept.mean:.2%}{seeds}"
+        f"test {swept.mean:.2%}{of_seeds}"
     )
     if plan.config.scheduler == "asha" and parent.has_begun:
         sentence += f". {RESTARTED}"
@@ -290,7 +278,16 @@ def fine_tune(
     """
     try:
         if recipe.sweep is not None:
-            return _sweep_in_turn(plan_sweep(recipe, by_class=by_class), following, tags)
+            plan = plan_sweep(recipe, by_class=by_class)
+            with open_sweep(plan, following.parent, dict(tags)) as parent:
+                inner = Following(parent.run, following.stop)
+                return sweep(
+                    plan,
+                    parent,
+                    lambda configs: [
+                        {**plan.train(tags, config, inner), "config": config} for config in configs
+                    ],
+                )
         alone = Following(following.parent, following.stop)  # Tune compares no fine-tunings
         outcome = train_child(alone, recipe, "finetune", tags)
         if outcome.is_measured:
@@ -302,77 +299,31 @@ def fine_tune(
         raise RunFailedError(first_line(error)) from error
 
 
-def _sweep_in_turn(plan: SweepPlan, following: Following, tags: Mapping[str, str]) -> SweepResult:
-    with open_sweep(plan, following.parent, dict(tags)) as parent:
-        inner = Following(parent.run, following.stop)
-
-        def train(point: Point, **seed: int) -> Outcome:
-            return Outcome.of_result(plan.train(tags, {**trial_config(point), **seed}, inner))
-
-        return sweep(
-            plan,
-            parent,
-            lambda: [Row(point, train(point)) for point in plan.points],
-            lambda point: [train(point, seed=seed) for seed in plan.seeds],
-        )
-
-
-def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
-    """Run the trials by Ray Tune.
-
-    Returns:
-        The rows in the order of the points; for `search=optuna` in the order in which Optuna
-        proposed them.
-    """
-    config, points = plan.config, plan.points
-    stage, has_memory = "trials", config.search == "optuna"
-    if has_memory:  # the memory is of one search: the folder's name depends on the settings
-        settings = json.dumps(config.model_dump(mode="json", exclude={"seeds"}), sort_keys=True)
-        stage += f"-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
-    ended = run_trials(
+def tune_all(
+    plan: SweepPlan, parent: OpenParent, configs: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Train by Ray Tune: all trials, of which Optuna proposes its own, or all retrainings."""
+    config, stage, search = plan.config, "retrainings", dict[str, Any]()
+    if "seed" not in configs[0]:
+        stage, search["scheduler"] = "trials", _scheduler(config, max(plan.steps))
+        if config.search == "optuna":  # whose memory is of one search: its settings name the folder
+            settings = json.dumps(config.model_dump(mode="json", exclude={"seeds"}), sort_keys=True)
+            stage += f"-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+            search |= {"space": tune_space(config), "searcher": optuna_search(config)}
+    return run_trials(
         partial(plan.train, {}),
         parent,
         stage,
-        plan.trials,
-        space=tune_space(config),
+        [plan.training(config) for config in configs],
+        configs,
         max_concurrent=config.max_concurrent,
-        num_samples=1 if config.search == "grid" else len(points),
-        search_alg=searcher(config, points),
-        scheduler=_scheduler(config, max(plan.steps)),
-        has_memory=has_memory,
+        **search,
     )
-    rows = [
-        Row(point_of(result["config"], config), Outcome.of_result(result))
-        for result in ended.results
-    ]
-    if has_memory:
-        return rows + [Row({}, ended.lost)] * (len(points) - len(rows))
-    by_name = {point_name(row.point): row for row in rows}
-    return [by_name.get(point_name(point), Row(point, ended.lost)) for point in points]
 
 
-def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outcome]:
-    """Run the retrainings at a point by Ray Tune, one for each seed."""
-    ended = run_trials(
-        partial(plan.train, {}),
-        parent,
-        "retrainings",
-        [final_recipe(plan.recipe, point, seed) for seed in plan.seeds],
-        space={**trial_config(point), "seed": tune.grid_search(plan.seeds)},
-        max_concurrent=plan.config.max_concurrent,
-    )
-    by_seed = ended.by("seed")
-    return [by_seed.get(seed, ended.lost) for seed in plan.seeds]
-
-
-def searcher(config: SweepConfig, points: Sequence[Point]) -> Any:
-    """Tune's searcher; None for a grid."""
-    if config.search == "grid":
-        return None
-    if config.search == "random":
-        drawn = [trial_config(point) for point in points]
-        return BasicVariantGenerator(points_to_evaluate=drawn, random_state=config.seed)
-    from ray.tune.search.optuna import OptunaSearch  # Optuna is an extra
+def optuna_search(config: SweepConfig) -> Any:
+    """Tune's searcher by Optuna, an extra."""
+    from ray.tune.search.optuna import OptunaSearch
 
     logging.getLogger("optuna").setLevel(logging.WARNING)
     return OptunaSearch(metric=METRIC, mode="max", seed=config.seed)

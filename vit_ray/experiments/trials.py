@@ -11,18 +11,21 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import ray
 import ray.util
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray import tune
+from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from vit_ray.config import Recipe
 from vit_ray.config.schema import errors_of
@@ -204,15 +207,14 @@ class Trial(tune.Trainable):
         if is_private:
             mark_private()
         self._work, self._parent = work, parent
-        self._warnings = list[str]()
-        handler = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
-        handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("vit_ray").addHandler(handler)
+        self._warnings = BufferingHandler(sys.maxsize)  # a trial's process shows no output
+        self._warnings.setLevel(logging.WARNING)
+        logging.getLogger("vit_ray").addHandler(self._warnings)
         self._prepare()
 
     def _prepare(self) -> None:
         """Prepare a training, which the first step starts: then Tune knows that its trial runs."""
-        self._warnings.clear()
+        self._warnings.flush()
         self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
         self._stop = threading.Event()
@@ -257,7 +259,8 @@ class Trial(tune.Trainable):
         following = Following(self._parent, self._stop, self._report)
         try:
             result = self._work(self.config, following)
-            self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
+            warnings = "\n".join(record.getMessage() for record in self._warnings.buffer)
+            self._reports.put({**result, "warnings": warnings, "done": True})
         except RunStoppedError:
             self._reports.put(None)
         except Exception as error:
@@ -305,63 +308,31 @@ class TrialCallbacks(tune.Callback):
             self._ending.clear()
 
 
-class Ended(NamedTuple):
-    """What the trials of an experiment have reported.
-
-    Attributes:
-        results: the last result of each trial without an error, with the trial's configuration.
-        lost: the outcome of each other trial.
-    """
-
-    results: Sequence[Mapping[str, Any]]
-    lost: Outcome
-
-    @classmethod
-    def of_grid(cls, grid: tune.ResultGrid) -> "Ended":
-        """From Tune's results; logs the warnings and errors of the trials."""
-        trials = [grid[index] for index in range(len(grid))]
-        reported = [trial.metrics or {} for trial in trials if trial.error is None]
-        results = [metrics for metrics in reported if "config" in metrics]
-        for metrics in results:
-            for text in filter(None, metrics.get("warnings", "").split("\n")):
-                logger.warning("%s", text)
-        died = (
-            f"the process of the trial died, or could not be started again (at most "
-            f"{MOST_RESTARTS} restarts)"
-        )
-        errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
-        for text in errors:
-            logger.warning("%s: %s", died, text)
-        lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
-        return cls(results, lost)
-
-    def by(self, key: str) -> dict[Any, Outcome]:
-        """Outcomes by a key of the configurations."""
-        return {result["config"][key]: Outcome.of_result(result) for result in self.results}
-
-
 def run_trials(
     work: Work,
     parent: OpenParent,
     stage: str,
     recipes: Iterable[Recipe],
+    configs: Sequence[dict[str, Any]],
     *,
-    space: dict[str, Any],
     max_concurrent: int | None = None,
-    num_samples: int = 1,
-    search_alg: Any = None,
     scheduler: Any = None,
-    has_memory: bool = False,
-) -> Ended:
+    space: dict[str, Any] | None = None,
+    searcher: Any = None,
+) -> list[dict[str, Any]]:
     """Run one experiment of Ray Tune; finished trainings return at once.
 
     Args:
         stage: part of the name of the folder with Tune's own files.
         recipes: what the trials train.
-        space: `param_space` of the trials.
+        configs: of the trials.
         max_concurrent: unset = as many as fit.
-        has_memory: the searcher learns from trials, so the state that an interrupted driver has
-            left in the folder is restored.
+        space: in which `searcher` proposes as many other configurations. It learns from trials, so
+            the state that an interrupted driver has left in the folder is restored.
+
+    Returns:
+        The last result of each trial with its configuration as `config`, in the order of `configs`
+        or of the proposals. A trial whose process died has the fields of a failed `Outcome`.
 
     Raises:
         RunStoppedError: the driver was asked to stop; each training that had begun has written a
@@ -376,25 +347,27 @@ def run_trials(
         tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private),
         {"CPU": 0, driver_node: 0.001},
     )
-    recipe = parent.recipe
+    recipe, limit = parent.recipe, max_concurrent or num_fitting(recipes, parent.cluster)
     folder = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
     files = None if folder.is_local else PyFileSystem(FSSpecHandler(folder.filesystem))
-    if has_memory and tune.Tuner.can_restore(folder.path, storage_filesystem=files):
+    if searcher and tune.Tuner.can_restore(folder.path, storage_filesystem=files):
         tuner = tune.Tuner.restore(
             folder.path, trainable, restart_errored=True, storage_filesystem=files
         )
     else:
         storage_path, _, name = folder.path.rpartition("/")
+        listed = {key: tune.choice([config[key] for config in configs]) for key in configs[0]}
+        in_order = BasicVariantGenerator(points_to_evaluate=[*configs], max_concurrent=limit)
         tuner = tune.Tuner(
             trainable,
-            param_space=space,
+            param_space=space or listed,
             tune_config=tune.TuneConfig(
                 metric=METRIC,
                 mode="max",
-                num_samples=num_samples,
-                search_alg=search_alg,
+                num_samples=len(configs),
+                search_alg=searcher or in_order,
                 scheduler=scheduler,
-                max_concurrent_trials=max_concurrent or num_fitting(recipes, parent.cluster),
+                max_concurrent_trials=limit if searcher else None,
                 reuse_actors=scheduler is None,  # ASHA stops trials while they train
             ),
             run_config=tune.RunConfig(
@@ -412,7 +385,38 @@ def run_trials(
         raise RunStoppedError(
             "stopped on request; the same command resumes its runs from their checkpoints"
         )
-    return Ended.of_grid(grid)
+    results, lost = _results(grid)
+    if searcher:
+        return results + [{**lost, "config": {}}] * (len(configs) - len(results))
+    return [
+        next(
+            (result for result in results if {**result["config"], **config} == result["config"]),
+            {**lost, "config": config},
+        )
+        for config in configs
+    ]
+
+
+def _results(grid: tune.ResultGrid) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The last result of each trial without an error, and what each other trial has instead.
+
+    Logs the warnings and errors of the trials.
+    """
+    trials = [grid[index] for index in range(len(grid))]
+    reported = [trial.metrics or {} for trial in trials if trial.error is None]
+    results = [metrics for metrics in reported if "config" in metrics]
+    for metrics in results:
+        for text in filter(None, metrics.get("warnings", "").split("\n")):
+            logger.warning("%s", text)
+    died = (
+        f"the process of the trial died, or could not be started again (at most {MOST_RESTARTS} "
+        "restarts)"
+    )
+    errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
+    for text in errors:
+        logger.warning("%s: %s", died, text)
+    lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
+    return results, asdict(lost)
 
 
 def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
@@ -426,11 +430,11 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         uses_gpus = cluster.num_gpus > 0 if uses_gpus == "auto" else uses_gpus
         gpus.append(float(size) if uses_gpus else 0.0)
         cpus.append(size * recipe.workers.cpus_per_worker + recipe.data.cpus_per_task)
-
-    def fitting(needs: list[float], limit: float) -> int:
-        return sum(total <= limit for total in accumulate(sorted(needs, reverse=True)))
-
-    return max(1, min(fitting(gpus, cluster.num_gpus), fitting(cpus, cluster.num_cpus)))
+    fitting = (
+        sum(total <= limit for total in accumulate(sorted(needs, reverse=True)))
+        for needs, limit in ((gpus, cluster.num_gpus), (cpus, cluster.num_cpus))
+    )
+    return max(1, min(fitting))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ray import tune
-
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
@@ -171,21 +169,19 @@ def _run_tasks(
     recipe: Recipe, resolved_runs: Mapping[str, ResolvedRun], parent: OpenParent
 ) -> list[TaskResult]:
     tasks = {task.name: task for task in vtab_of(recipe).tasks}
-    ended = run_trials(
+    results = run_trials(
         partial(_fine_tune, recipe, tasks),
         parent,
         "tasks",
         [resolved.recipe for resolved in resolved_runs.values()],
-        space={"task": tune.grid_search(list(resolved_runs))},
+        [{"task": name} for name in resolved_runs],
     )
-    fields = {result["config"]["task"]: result["row"] for result in ended.results}
-    lost = {"error": f"failed: {ended.lost.error}"}
-    return [
-        TaskResult(task, num_images=resolved_runs[name].num_images, **fields.get(name, lost))
-        if name in resolved_runs
-        else TaskResult(task, error="absent: no converted data")
-        for name, task in tasks.items()
-    ]
+    absent = "absent: no converted data"
+    rows = {name: TaskResult(task, error=absent) for name, task in tasks.items()}
+    for (name, resolved), result in zip(resolved_runs.items(), results, strict=True):
+        fields = result.get("row") or {"error": f"failed: {result['error']}"}
+        rows[name] = TaskResult(tasks[name], num_images=resolved.num_images, **fields)
+    return list(rows.values())
 
 
 def _fine_tune(

@@ -103,7 +103,7 @@ build/axe.min.js:
 
 # A team's MLflow as cluster/mlflow.yaml has it, on PostgreSQL and S3 (apt-get install postgresql).
 team-mlflow: env
-	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/tracking/test_team_*.py
+	$(BIN)/python -m pytest --slow=also -o addopts=-q tests/tracking/test_team_server.py
 
 # README, tutorial and how-to pages in a fresh clone with an environment of its own: an hour.
 newcomer:

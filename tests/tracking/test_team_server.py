@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tests.tracking.team_server import ADMIN, TeamServer, need_programs, team_server
+from tests.newcomer.follow import script_of
+from tests.tracking.team_server import ADMIN, ROOT, TeamServer, need_programs, team_server
 from tests.tracking.tracked import history
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.metrics_log import RunOpening
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeamServer]:
-    """Up, with the people `ana` and `ben`."""
+    """Up, with the people `amy` and `bob`."""
     need_programs()
     from mlflow.server.auth.client import AuthServiceClient
 
@@ -36,7 +39,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeamServer]:
         team.start()
         with pytest.MonkeyPatch.context() as patch:
             _log_in(patch, *ADMIN)
-            for user in ("ana", "ben"):
+            for user in ("amy", "bob"):
                 AuthServiceClient(team.uri).create_user(user, PASSWORD)
         yield team
 
@@ -57,25 +60,25 @@ def test_people_who_log_in_read_all_and_write_what_is_theirs(team, monkeypatch):
     from mlflow.server.auth.client import AuthServiceClient
 
     client = MlflowClient(team.uri)
-    _log_in(monkeypatch, "ana", "a-password-of-others")
+    _log_in(monkeypatch, "amy", "a-password-of-others")
     with pytest.raises(MlflowException, match="401"):
         client.search_experiments()
-    _log_in(monkeypatch, "ana")
-    experiment, users = client.create_experiment("ana"), AuthServiceClient(team.uri)
+    _log_in(monkeypatch, "amy")
+    experiment, users = client.create_experiment("amy"), AuthServiceClient(team.uri)
     run_id = client.create_run(experiment).info.run_id
-    _log_in(monkeypatch, "ben")
+    _log_in(monkeypatch, "bob")
     assert client.get_run(run_id).info.status == "RUNNING"
     for refused in (
         lambda: client.log_metric(run_id, "train/loss", 1.0),
         lambda: client.delete_experiment(experiment),
         lambda: users.create_user("eve", PASSWORD),
-        lambda: users.delete_user("ana"),
+        lambda: users.delete_user("amy"),
     ):
         with pytest.raises(MlflowException, match="403"):
             refused()
-    _log_in(monkeypatch, "ana")
-    users.grant_user_permission("ben", "experiment", experiment, "EDIT")
-    _log_in(monkeypatch, "ben")
+    _log_in(monkeypatch, "amy")
+    users.grant_user_permission("bob", "experiment", experiment, "EDIT")
+    _log_in(monkeypatch, "bob")
     client.log_metric(run_id, "train/loss", 1.0)
     with pytest.raises(MlflowException, match="403"):
         client.delete_experiment(experiment)
@@ -84,7 +87,7 @@ def test_people_who_log_in_read_all_and_write_what_is_theirs(team, monkeypatch):
 def test_files_go_through_the_server_and_no_client_has_a_key(team, monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    _log_in(monkeypatch, "ana")
+    _log_in(monkeypatch, "amy")
     client = MlflowClient(team.uri)
     run_id = client.create_run(client.create_experiment("files")).info.run_id
     content = os.urandom(3 << 20)
@@ -107,9 +110,9 @@ def test_sixteen_runs_write_at_once_and_a_database_and_a_server_that_are_away_co
     team, monkeypatch, tmp_path, caplog, capfd
 ):
     """A thousand points a second, read back exactly."""
-    _log_in(monkeypatch, "ana")
+    _log_in(monkeypatch, "amy")
     config = TrackingConfig(
-        uri=team.uri.replace("://", f"://ana:{PASSWORD}@"), experiment="at once"
+        uri=team.uri.replace("://", f"://amy:{PASSWORD}@"), experiment="at once"
     )
     trackers = []
     for number in range(RUNS):
@@ -147,7 +150,7 @@ def _value(number: int, step: int, key: str) -> float:
 
 
 def test_a_backup_brings_back_what_was_lost(team, monkeypatch, tmp_path):
-    _log_in(monkeypatch, "ana")
+    _log_in(monkeypatch, "amy")
     client = MlflowClient(team.uri)
     run_id = client.create_run(client.create_experiment("to lose")).info.run_id
     for step in range(5):
@@ -159,3 +162,29 @@ def test_a_backup_brings_back_what_was_lost(team, monkeypatch, tmp_path):
     team.migrate()
     team.start()
     assert history(team.uri, run_id, "eval/top1") == [(step, step / 7) for step in range(5)]
+
+
+def test_every_line_of_the_page_does_what_it_says(team, monkeypatch, tmp_path):
+    """Of docs/clusters.md, whose section on a team runs here alone, as a page."""
+    (tmp_path / "mine").mkdir()
+    section = (ROOT / "docs" / "clusters.md").read_text().partition("## MLflow for a team")[2]
+    lines = tmp_path / "team.md"
+    lines.write_text(re.sub("<!-- newcomer skips all: .* -->\n", "", section))
+    _log_in(monkeypatch, *ADMIN)
+    done = subprocess.run(
+        ["bash", "-c", script_of(lines)],
+        cwd=tmp_path / "mine",
+        env={**os.environ, "SERVER": team.uri.removeprefix("http://")},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+    client = MlflowClient(team.uri)
+    runs = {
+        name: client.search_runs([client.get_experiment_by_name(name).experiment_id])
+        for name in ("flowers", "digits")
+    }
+    (run,) = runs["flowers"]
+    assert (run.data.tags["mlflow.user"], run.data.tags["ticket"]) == ("ben", "F-12")
+    (moved,) = runs["digits"]
+    assert moved.info.run_name == "digits-vit"
+    assert client.get_metric_history(moved.info.run_id, "train/loss")

@@ -56,6 +56,7 @@ class EncodedImage:
         extra: values of the text columns.
         index: restart index, if the file was rewritten.
         damage: description of damage in a file that decodes all the same; not stored.
+        is_turned: whether EXIF gives its source another orientation; not stored.
         crc32: checksum of an image that is read in place; `image` is empty then.
     """
 
@@ -67,6 +68,7 @@ class EncodedImage:
     extra: tuple[str | None, ...] = ()
     index: RestartIndex | None = None
     damage: str = ""
+    is_turned: bool = False
     crc32: int | None = None
 
 

@@ -12,9 +12,9 @@ import statistics
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import chain, islice
 from typing import Final
@@ -30,6 +30,7 @@ from vit_ray.data.convert.rows import (
     Row,
     SourceChangedError,
     Unit,
+    printable,
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
@@ -41,7 +42,7 @@ from vit_ray.data.dataset import (
     SOURCE_FILE,
     STAGING_FOLDER,
 )
-from vit_ray.data.images import TURNS, decode, is_hidden, open_image, orientation_of
+from vit_ray.data.images import TURNS, UInt8Array, decode, is_hidden, open_image, orientation_of
 from vit_ray.data.jpeg import START, encode_jpeg, num_scans, size_of_jpeg
 from vit_ray.data.libjpeg_process import WARNINGS
 from vit_ray.data.restart_markers import Libjpeg, restart_writer, with_restart_markers
@@ -49,15 +50,15 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 
-# Beginnings of file names in the staging folder, other than locks.
-_STAGED: Final = ("index-", "list-", "shard-")
-# Names of the files that a conversion writes.
+STAGED: Final = "(index|list|shard)-.*"
+"""Pattern of the names of files in the staging folder, other than locks."""
 OUTPUT: Final = "|".join(
     [
         r"part-\d+-of-\d+\.parquet",
         *map(re.escape, (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)),
     ]
 )
+"""Pattern of the names of the files that a conversion writes."""
 # Threads that read the images of a shard ahead: object stores are slow, but serve many requests.
 _READERS: Final = 8
 # Maximum size of the images that were read ahead.
@@ -115,7 +116,7 @@ def check_destination(config: ConvertConfig) -> None:
     # Without this file it is unknown which conversion wrote the shards of a folder.
     if SOURCE_FILE in names and (MANIFEST_FILE in names or staged):
         return
-    is_ours = all(name.startswith(_STAGED) or is_lock_file(name) for name in staged)
+    is_ours = all(re.fullmatch(STAGED, name) or is_lock_file(name) for name in staged)
     names |= {*folder.list_folders()} - ({STAGING_FOLDER} if is_ours else set())
     if foreign := sorted(name for name in names if not is_hidden(name)):
         raise ValueError(
@@ -128,6 +129,15 @@ def _real(location: Location) -> str:
     # The address without symbolic links, and with a slash at its end.
     path = os.path.realpath(location.path) if location.is_local else location.uri
     return f"{path.rstrip('/')}/"
+
+
+def delete_files(folder: Location, pattern: str) -> None:
+    """Delete the files directly in a folder whose names match a pattern."""
+    # In the order of names, so that the plan, `source.json`, goes after the shards: without a plan
+    # they could be from someone else.
+    for info in folder.list_files(recursive=False):
+        if re.fullmatch(pattern, info.base_name):
+            folder.child(info.base_name).delete()
 
 
 def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
@@ -169,54 +179,53 @@ def checked(
         raise ValueError("the file is empty")
     if (scans := num_scans(image)) > _MAX_SCANS:
         raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MAX_SCANS}")
-    damage = ""
-    writer = libjpeg if config.index_jpeg else None
     jpeg_size = size_of_jpeg(image)
-    size: tuple[int, ...] | None = jpeg_size
-    if size is None:
+    height, width = jpeg_size or (0, 0)
+    if jpeg_size is None:
         # Pillow's plugins raise errors of any type; decoding the image will tell what is wrong.
         with contextlib.suppress(Exception), open_image(image) as opened:
-            size = opened.height, opened.width
-    is_over = size is not None and size[0] * size[1] > config.max_pixels
-    orientation = orientation_of(image) if config.apply_orientation else 1
-    keeps_pixels = orientation == 1 and not is_over and not _is_too_large(jpeg_size, config)
-    indexed = None
+            width, height = opened.size
+    is_over, orientation = height * width > config.max_pixels, orientation_of(image)
+    turn = orientation if config.apply_orientation else 1
+    is_large = config.shrink_to is not None and min(height, width) > config.shrink_to
+    writer, damage = libjpeg if config.index_jpeg else None, ""
+    stored = None
     # To add restart markers, libjpeg reads the whole file, and fails or warns if it is damaged.
-    if writer is not None and keeps_pixels:
-        indexed = with_restart_markers(image, writer)
-    if indexed is None:
+    if writer is not None and not is_over and not is_large and turn == 1:
+        stored = with_restart_markers(image, writer)
+    if stored is None:
         # Before the check of the size: a header without data may declare any size.
         damage = _damage_of(image, libjpeg, config)
-        if is_over and size is not None:
+        if is_over:
             raise ValueError(
-                f"it has {size[1]} x {size[0]} pixels, more than "
+                f"it has {width} x {height} pixels, more than "
                 f"convert.max_pixels={config.max_pixels}"
             )
         # Other files need no decoding: `_damage_of` let libjpeg decode them.
-        if jpeg_size is None or not keeps_pixels or libjpeg is None or damage:
-            pixels = decoded = TURNS[orientation](decode(image))
-            if config.shrink_to is not None and _is_too_large(pixels.shape, config):
-                factor = config.shrink_to / min(pixels.shape[:2])
-                height, width = (
-                    max(config.shrink_to, round(side * factor)) for side in pixels.shape[:2]
-                )
-                pixels = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[assignment]
-            if orientation != 1 or pixels is not decoded:
-                if max(pixels.shape[:2]) > _MAX_JPEG_SIDE:
-                    raise ValueError(
-                        f"re-encoded with {pixels.shape[1]} x {pixels.shape[0]} pixels it is too "
-                        f"long for a JPEG, whose sides have at most {_MAX_JPEG_SIDE:,}"
-                    )
+        if jpeg_size is None or is_large or turn != 1 or libjpeg is None or damage:
+            pixels = decode(image)
+            if is_large or turn != 1:
+                pixels = _changed(pixels, turn, config.shrink_to if is_large else None)
                 image = encode_jpeg(pixels, _JPEG_QUALITY)
-                indexed = None if writer is None else with_restart_markers(image, writer)
-            size = pixels.shape[:2]
-    if indexed is not None:
-        image, size = bytes(indexed.content), indexed.size
-    assert size is not None  # known from libjpeg, the pixels or the JPEG header
+                stored = None if writer is None else with_restart_markers(image, writer)
+            height, width = pixels.shape[:2]
     return EncodedImage(
-        image, labels, key, size[1], size[0],
-        index=None if indexed is None else indexed.index, damage=damage,
+        image if stored is None else bytes(stored.content), labels, key, width, height,
+        index=None if stored is None else stored.index, damage=damage, is_turned=orientation != 1,
     )  # fmt: skip
+
+
+def _changed(pixels: UInt8Array, orientation: int, shorter_side: int | None) -> UInt8Array:
+    """Pixels upright, and with this shorter side; raises ValueError if no JPEG can hold them."""
+    pixels = TURNS[orientation](pixels)
+    factor = 1.0 if shorter_side is None else shorter_side / min(pixels.shape[:2])
+    height, width = (round(side * factor) for side in pixels.shape[:2])
+    if max(height, width) > _MAX_JPEG_SIDE:
+        raise ValueError(
+            f"re-encoded with {width} x {height} pixels it is too long for a JPEG, whose sides "
+            f"have at most {_MAX_JPEG_SIDE:,}"
+        )
+    return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
 
 
 def _damage_of(image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig) -> str:
@@ -228,16 +237,36 @@ def _damage_of(image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig) -> 
     if libjpeg is None or not image.startswith(START):
         return ""
     warnings = libjpeg.ask(WARNINGS, image)
-    lines = ["libjpeg cannot read it"] if warnings is None else warnings.decode().splitlines()
-    damage = "; ".join(lines)
+    damage = "libjpeg cannot read it" if warnings is None else warnings.decode().replace("\n", "; ")
     ends_early = "premature end" in damage.lower()
     if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
         raise ValueError(f"it is damaged: {damage}")
     return damage
 
 
-def _is_too_large(size: tuple[int, ...] | None, config: ConvertConfig) -> bool:
-    return config.shrink_to is not None and size is not None and min(size[:2]) > config.shrink_to
+def image_or_reason(
+    row: Row,
+    read: Callable[[], bytes],
+    config: ConvertConfig,
+    label_of: Mapping[str, int] | None = None,
+) -> EncodedImage | str:
+    """The image of a row as a shard stores it, or why it is rejected.
+
+    Args:
+        label_of: class index of each label; None leaves the labels out.
+
+    Raises:
+        SourceChangedError: the source has changed since it was indexed.
+    """
+    try:
+        content = read()
+        labels = () if label_of is None else tuple(label_of[text] for text in row.labels)
+        image = checked(content, row.key, labels, config, restart_writer())
+    except SourceChangedError:
+        raise
+    except ValueError as error:
+        return printable(str(error))
+    return replace(image, extra=row.extra)
 
 
 @dataclass(frozen=True)
@@ -302,8 +331,13 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
     others = units[int(parts) :]
     folders = {unit.path.rpartition("/")[2] for unit in others if unit.format == "folder"}
     classes = set(config.classes or ()) or {*chain(*facts.declared)} or facts.labels | folders
-    begin_s = time.monotonic()
-    sizes, sides, reasons = sampled(rows, config, _SAMPLED_S)
+    sizes, sides, reasons, begin_s = list[int](), list[int](), list[str](), time.monotonic()
+    for image in sampled(rows, config, _SAMPLED_S):
+        if isinstance(image, str):
+            reasons.append(image)
+        else:
+            sizes.append(len(image.image))
+            sides.append(min(image.width, image.height))
     num_sampled, elapsed_s = len(sizes) + len(reasons), time.monotonic() - begin_s
     if not sizes:
         raise ValueError(
@@ -329,22 +363,13 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
 
 def sampled(
     rows: Iterable[Row], config: ConvertConfig, limit_s: float = float("inf")
-) -> tuple[list[int], list[int], list[str]]:
-    """Sizes in bytes and shorter sides of images after conversion; reasons of rejected images."""
-    sizes, sides, reasons, begin_s = list[int](), list[int](), list[str](), time.monotonic()
+) -> Iterator[EncodedImage | str]:
+    """Images as a shard stores them, or why they are rejected; ends after the limit."""
+    end_s = time.monotonic() + limit_s
     for row, image in read_ahead(rows):
-        try:
-            # no limit: the storage limits each file
-            result = checked(image.result(), row.key, (), config, restart_writer())
-            sizes.append(len(result.image))
-            sides.append(min(result.width, result.height))
-        except SourceChangedError:
-            raise
-        except ValueError as error:
-            reasons.append(str(error))
-        if time.monotonic() - begin_s > limit_s:
-            break
-    return sizes, sides, reasons
+        yield image_or_reason(row, image.result, config)  # no limit: the storage limits each file
+        if time.monotonic() > end_s:
+            return
 
 
 def _counted(
@@ -357,8 +382,8 @@ def _counted(
         sample of rows; for parquet files the first rows, as rows are read with their images.
     """
     facts = SourceFacts(dict.fromkeys(config.columns, 0))
-    sample, num_units, end_s = list[Row](), 0.0, time.monotonic() + COUNTED_S
-    for unit in units:
+    sample, end_s = list[Row](), time.monotonic() + COUNTED_S
+    for number, unit in enumerate(units, 1):
         facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
         rows = _rows_before_damage(unit)
         while piece := list(islice(rows, SAMPLED)):
@@ -369,12 +394,12 @@ def _counted(
             last = piece[-1]
             if last.offset >= 0 and last.problem is None and time.monotonic() > end_s:
                 size = max(locate(unit.path).info().size, facts.bytes, 1)
-                return facts, num_units + (last.offset + last.length) / size, sample
-        num_units += 1
+                return facts, number - 1 + (last.offset + last.length) / size, sample
         if time.monotonic() > end_s:
             break
-    of_parquet = islice(chain.from_iterable(map(rows_of, units)), SAMPLED)
-    return facts, num_units, of_parquet if units[0].format == "huggingface" else sample
+    if units[0].format == "huggingface":
+        return facts, number, islice(chain.from_iterable(map(rows_of, units)), SAMPLED)
+    return facts, number, sample
 
 
 def _rows_before_damage(unit: Unit) -> Iterator[Row]:

@@ -9,7 +9,6 @@ manifest is written last, after a check of every shard, and is the commit.
 import contextlib
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,7 +21,9 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import (
     OUTPUT,
     SAMPLED,
+    STAGED,
     check_destination,
+    delete_files,
     sampled,
     shards_for,
 )
@@ -48,9 +49,9 @@ from vit_ray.data.convert.shards import (
     ConvertReport,
     Plan,
     commit,
-    finished_report,
     listed,
     make_shards,
+    report_of,
     write_lists,
 )
 from vit_ray.data.convert.sources import units_of
@@ -74,7 +75,7 @@ _MAY_CHANGE: Final = {"destination", "max_rejected_fraction"}
 # Settings of a conversion that are no keys of `convert`.
 _OTHER_SETTINGS: Final = ("seed", "version")
 # Version of the files in the staging folder, and of `source.json`.
-_VERSION: Final = 10
+_VERSION: Final = 11
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
@@ -100,17 +101,15 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
     if manifest.exists() and not staging.exists():
         _earlier_plan(config, settings, folder)
-        return finished_report(folder)
+        return report_of(folder, was_done=True)
     with _alone(folder) as lock_number:
         check_destination(config)  # again: another conversion may have finished meanwhile
         plan = _earlier_plan(config, settings, folder) or _new_plan(config, settings, folder)
-        if manifest.exists():
-            report = finished_report(folder)
-        else:
+        if not (was_done := manifest.exists()):
             make_shards(plan, config)
-            report = commit(plan, folder, config.max_rejected_fraction, lock_number)
+            commit(plan, folder, config.max_rejected_fraction, lock_number)
     staging.delete()
-    return report
+    return report_of(folder, was_done=was_done)
 
 
 def _resolved(config: ConvertConfig) -> ConvertConfig:
@@ -170,20 +169,19 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
     holds = "already holds a data set" if is_finished else "holds an interrupted conversion"
     what = f"convert.destination={folder.uri!r} {holds}"
     record = read_facts(file)
-    then = record["settings"]
     differences = [
-        f"{'' if key in _OTHER_SETTINGS else 'convert.'}{key}={value!r} (it was {then.get(key)!r})"
+        f"{'' if key in _OTHER_SETTINGS else 'convert.'}{key}={value!r} (it was {then!r})"
         for key, value in settings.items()
-        if then.get(key) != value
+        if (then := record["settings"].get(key)) != value
     ]
     if differences:
         raise ValueError(
             f"{what} of other settings: {', '.join(differences)}; repeat them, or choose another "
             "folder"
         )
-    versions, earlier = versions_of(units_of(config)), record["versions"]
-    paths = versions.keys() | earlier.keys()
-    changes = sorted(path for path in paths if versions.get(path) != earlier.get(path))
+    # Units that are new, changed or gone.
+    units = versions_of(units_of(config)).items() ^ record["versions"].items()
+    changes = sorted({path for path, _ in units})
     if not changes:
         return Plan(**record)
     if is_finished:
@@ -192,16 +190,8 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
             "choose another folder"
         )
     _LOG.warning("the source has changed, so it is planned again: %s", listed(changes))
-    _delete(folder, OUTPUT)
+    delete_files(folder, OUTPUT)
     return None
-
-
-def _delete(folder: Location, pattern: str) -> None:
-    # In the order of names, so that the plan, `source.json`, goes after the shards: without a plan
-    # they could be from someone else.
-    for info in folder.list_files(recursive=False):
-        if re.fullmatch(pattern, info.base_name):
-            folder.child(info.base_name).delete()
 
 
 def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:
@@ -211,7 +201,7 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
         ValueError: the source cannot be indexed, or the meaning of its labels is not clear.
     """
     staging, units, seed = folder.child(STAGING_FOLDER), units_of(config), settings["seed"]
-    _delete(staging, "(index|list|shard)-.*")
+    delete_files(staging, STAGED)
     parts, versions, digest, declared = build_index(units, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
         rows, facts = with_retries(lambda: read_index(parts, scratch, config), "reading the index")
@@ -249,6 +239,7 @@ def _num_shards(facts: SourceFacts, rows: pa.Table, seed: int, config: ConvertCo
     if config.shrink_to is not None or not facts.bytes:  # lists do not give the sizes of files
         order = KeyedPermutation(facts.rows, SHUFFLE, seed)
         sample = np.sort(order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64)))
-        sizes, *_ = sampled(table_rows(taken(rows.to_batches(), sample)), config)
+        images = sampled(table_rows(taken(rows.to_batches(), sample)), config)
+        sizes = (len(image.image) for image in images if not isinstance(image, str))
         image_bytes = sum(sizes) / len(sample) * facts.rows
     return shards_for(image_bytes, facts.rows, config)

@@ -6,13 +6,11 @@ and the manifest makes the data set visible.
 """
 
 import json
-import os
-import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Final
 
@@ -21,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.checks import OUTPUT, checked, read_ahead
+from vit_ray.data.convert.checks import OUTPUT, delete_files, image_or_reason, read_ahead
 from vit_ray.data.convert.index import (
     parquet_output,
     read_facts,
@@ -34,7 +32,6 @@ from vit_ray.data.convert.rows import (
     Row,
     SourceChangedError,
     Unit,
-    printable,
     table_rows,
 )
 from vit_ray.data.convert.tables import check_in_place, opened, parquet_rows
@@ -51,9 +48,7 @@ from vit_ray.data.dataset import (
     shard_name,
     write_manifest,
 )
-from vit_ray.data.images import orientation_of
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.restart_markers import restart_writer
 from vit_ray.data.shard_writer import EncodedImage, ShardFacts, row_groups, write_row_groups
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.data.tasks import run_tasks
@@ -109,10 +104,10 @@ def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
 class ShardResult(ShardFacts):
     """Facts of one finished shard, as in its JSON file in the staging folder.
 
-    `counts` are of images that were rejected, damaged and indexed, and of those with an orientation
-    in EXIF (`turned`). `rejected` has (key, reason) of each image that was left out, `damaged` of
-    each damaged one that was kept. For images read in place, `images` are the last fields of
-    the shard's `ShardFile`, and `dropped` has the rejected rows of each row group.
+    `counts` are of images with a restart index, and of those with an orientation in EXIF
+    (`turned`). `rejected` has (key, reason) of each image that was left out, `damaged` of each
+    damaged one that was kept. For images read in place, `images` are the last fields of the shard's
+    `ShardFile`, and `dropped` has the rejected rows of each row group.
     """
 
     shard: int = 0
@@ -124,28 +119,17 @@ class ShardResult(ShardFacts):
     dropped: list[list[int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
 
-    def checked(
-        self, row: Row, read: Callable[[], bytes], plan: Plan, config: ConvertConfig
-    ) -> EncodedImage | None:
-        """Check and count an image; None if it is rejected."""
-        try:
-            content = read()
-            labels = tuple(plan.label_of[text] for text in row.labels)
-            image = checked(content, row.key, labels, config, restart_writer())
-        except SourceChangedError:
-            raise
-        except ValueError as error:
-            self.rejected.append((row.key, printable(str(error))))
-            self.counts["rejected"] += 1
+    def counted(self, row: Row, image: EncodedImage | str) -> EncodedImage | None:
+        """Count an image; None if it is rejected, for the reason that is given instead."""
+        if isinstance(image, str):
+            self.rejected.append((row.key, image))
             return None
         if image.damage:
             self.damaged.append((row.key, image.damage))
-        self.counts["damaged"] += bool(image.damage)
-        self.counts["indexed"] += image.index is not None
-        self.counts["turned"] += orientation_of(content) != 1
-        self.max_labels = max(self.max_labels, len(labels))
-        self.label_counts.update(map(str, labels))
-        return replace(image, extra=row.extra)
+        self.counts.update(indexed=image.index is not None, turned=image.is_turned)
+        self.max_labels = max(self.max_labels, len(image.labels))
+        self.label_counts.update(map(str, image.labels))
+        return image
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
@@ -170,8 +154,10 @@ def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     folder, result = locate(config.destination), ShardResult(shard=shard)
     tables = read_groups(folder.child(STAGING_FOLDER).child(_LIST.format(shard)))
     rows = chain.from_iterable(map(table_rows, tables))
-    # no limit: the storage limits each file
-    images = (result.checked(row, file.result, plan, config) for row, file in read_ahead(rows))
+    images = (
+        result.counted(row, image_or_reason(row, file.result, config, plan.label_of))
+        for row, file in read_ahead(rows)  # no limit: the storage limits each file
+    )
     groups = row_groups(filter(None, images), config.rows_per_row_group)
     target = folder.child(shard_name(shard, plan.num_shards))
     facts = write_row_groups(target, groups, config.columns, is_indexed=config.index_jpeg)
@@ -191,28 +177,27 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
     unit = Unit("huggingface", path, plan.folder, config)
     unchanged = config.model_copy(update={"index_jpeg": False})
     result, image_bytes = ShardResult(shard=shard), list[int]()
-    target = locate(config.destination).child(shard_name(shard, plan.num_shards))
-    rows = parquet_rows(unit)
+    rows, no_texts = parquet_rows(unit), (None,) * len(config.columns)
 
     def checked_groups(file: pq.ParquetFile) -> Iterator[list[EncodedImage]]:
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
-            images = list[EncodedImage]()
-            result.dropped.append([])
-            image_bytes.append(0)
-            for row_in_group, row in enumerate(islice(rows, num_rows)):
+            images, dropped, size = list[EncodedImage](), list[int](), 0
+            for number, row in enumerate(islice(rows, num_rows)):
                 # The file may store equal images once; each row reads its own copy.
-                image_bytes[-1] += len(row.image or b"")
-                check_in_place(path, group, num_rows, image_bytes[-1])
-                entry = row.storable()
-                image = result.checked(entry, entry.read, plan, unchanged)
-                if image is None:
-                    result.dropped[-1].append(row_in_group)
-                    no_texts = (None,) * len(config.columns)
-                    image = EncodedImage(b"", (), entry.key, 0, 0, extra=no_texts)
-                images.append(replace(image, image=b"", crc32=zlib.crc32(row.image or b"")))
+                content, row = row.image or b"", row.storable()
+                size += len(content)
+                made = image_or_reason(row, row.read, unchanged, plan.label_of)
+                if (image := result.counted(row, made)) is None:
+                    dropped.append(number)
+                    image = EncodedImage(b"", (), row.key, 0, 0, extra=no_texts)
+                images.append(replace(image, image=b"", crc32=zlib.crc32(content)))
+            check_in_place(path, group, num_rows, size)
+            result.dropped.append(dropped)
+            image_bytes.append(size)
             yield images
 
+    target = locate(config.destination).child(shard_name(shard, plan.num_shards))
     with opened(unit) as (file, columns):
         facts = write_row_groups(target, checked_groups(file), config.columns)
     if locate(path).info() != before:
@@ -224,36 +209,34 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did.
+    """What a conversion did; its file has all but the last two fields.
 
     `label_histogram` counts images per class name. `num_indexed` images have a restart index;
-    libjpeg warns of `num_damaged` images (keys and warnings are in `damaged.parquet`). `was_done`:
-    the data set existed already, and nothing had changed. `notes` are about classes with no image
-    or one, and orientations.
+    libjpeg warns of `num_damaged` images (keys and warnings are in `damaged.parquet`). `notes` are
+    about classes with no image or one, and orientations. `was_done`: the data set existed already,
+    and nothing had changed.
     """
 
     num_images: int
     num_shards: int
     num_rejected: int
+    num_indexed: int
+    num_damaged: int
     bytes: int
-    fingerprint: str
     label_histogram: dict[str, int] = field(repr=False)
-    num_indexed: int = 0
-    num_damaged: int = 0
-    was_done: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    fingerprint: str
+    was_done: bool
 
 
-def finished_report(folder: Location) -> ConvertReport:
+def report_of(folder: Location, *, was_done: bool) -> ConvertReport:
     """The report of the data set that a folder holds."""
     fields = json.loads(folder.child(REPORT_FILE).read())
-    fields |= {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
-    return ConvertReport(**fields)
+    fingerprint = open_dataset(folder.uri).fingerprint
+    return ConvertReport(**fields, fingerprint=fingerprint, was_done=was_done)
 
 
-def commit(
-    plan: Plan, folder: Location, max_rejected_fraction: float, lock_number: int
-) -> ConvertReport:
+def commit(plan: Plan, folder: Location, max_rejected_fraction: float, lock_number: int) -> None:
     """Check the shards, and write the lists, the report and, last, the manifest.
 
     Raises:
@@ -262,29 +245,29 @@ def commit(
     """
     staging = folder.child(STAGING_FOLDER)
     results = [staging.child(RESULT.format(shard)) for shard in range(plan.num_shards)]
-    written, first_rejected = list[ShardResult](), list[tuple[str, str]]()
+    written, rejected = list[ShardResult](), list[tuple[str, str]]()
     counts, labels = Counter[str](), Counter[str]()
     with (
-        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA) as rejected,
-        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA) as damaged,
+        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA) as rejected_file,
+        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA) as damaged_file,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
         # In slices, as the results of a large set may not fit in memory.
         slices = (results[at : at + _THREADS] for at in range(0, len(results), _THREADS))
         for facts in chain.from_iterable(pool.map(read_facts, part) for part in slices):
             result = ShardResult(**facts)
-            for rows, target in ((result.rejected, rejected), (result.damaged, damaged)):
+            for rows, file in ((result.rejected, rejected_file), (result.damaged, damaged_file)):
                 if rows:
-                    columns = [pa.array(column) for column in zip(*rows, strict=True)]
-                    target.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
-            counts.update(result.counts)
+                    reasons = [{"key": key, "reason": reason} for key, reason in rows]
+                    file.write_table(pa.Table.from_pylist(reasons, REJECTED_SCHEMA))
+            counts.update(result.counts, rejected=len(result.rejected), damaged=len(result.damaged))
             labels.update(result.label_counts)
-            first_rejected = first_rejected or result.rejected[:1]
+            rejected = rejected or result.rejected[:1]
             if result.rows:
                 written.append(replace(result, rejected=[], damaged=[], label_counts=Counter()))
             else:
                 folder.child(shard_name(result.shard, plan.num_shards)).delete()
-    _check_rejected(plan, folder, counts["rejected"], max_rejected_fraction, first_rejected)
+    _check_rejected(plan, folder, counts["rejected"], max_rejected_fraction, rejected)
     files = [
         ShardFile(shard_name(r.shard, plan.num_shards), sum(r.rows), r.bytes, r.crc32, *r.images)
         for r in written
@@ -299,22 +282,16 @@ def commit(
         )
     check_lock(staging, lock_number)
     histogram = {name: labels[str(label)] for label, name in enumerate(plan.classes)}
-    report = ConvertReport(
-        num_images=num_images,
-        num_shards=len(written),
-        num_rejected=counts["rejected"],
-        bytes=sum(result.bytes for result in written),
-        fingerprint="",
-        label_histogram=histogram,
-        num_indexed=counts["indexed"],
-        num_damaged=counts["damaged"],
-        notes=_notes(plan, histogram, counts["turned"]),
-    )
-    folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
-    for info in folder.list_files(recursive=False) if folder.is_local else ():
-        if re.fullmatch(f"({OUTPUT}){HALF_WRITTEN}", info.base_name):  # of a killed conversion
-            os.remove(info.path)
-    return replace(report, fingerprint=_write_manifest(plan, folder, written, files))
+    report = {f"num_{name}": counts[name] for name in ("rejected", "indexed", "damaged")} | {
+        "num_images": num_images,
+        "num_shards": len(written),
+        "bytes": sum(result.bytes for result in written),
+        "label_histogram": histogram,
+        "notes": _notes(plan, histogram, counts["turned"]),
+    }
+    folder.child(REPORT_FILE).write(json.dumps(report, indent=1).encode())
+    delete_files(folder, f"({OUTPUT}){HALF_WRITTEN}")  # of killed conversions
+    _write_manifest(plan, folder, written, files)
 
 
 def _check_rejected(
@@ -322,37 +299,36 @@ def _check_rejected(
     folder: Location,
     num_rejected: int,
     max_fraction: float,
-    first_rejected: list[tuple[str, str]],
+    rejected: list[tuple[str, str]],
 ) -> None:
-    if num_rejected < plan.num_images and num_rejected / plan.num_images <= max_fraction:
-        return
-    key, reason = first_rejected[0]
     alternative = ""
     if num_rejected < plan.num_images:
+        if num_rejected / plan.num_images <= max_fraction:
+            return
         fraction = -(-100 * num_rejected // plan.num_images) / 100
         alternative = f", or leave them out with convert.max_rejected_fraction={fraction:g}"
     raise ValueError(
         f"{num_rejected} of {plan.num_images} files of the source are not usable images, above "
-        f"convert.max_rejected_fraction={max_fraction}; the first is {key!r}: "
-        f"{reason}. {folder.child(REJECTED_FILE).uri} lists all. Mend or remove them and run "
-        f"the command again{alternative}"
+        f"convert.max_rejected_fraction={max_fraction}; the first is {rejected[0][0]!r}: "
+        f"{rejected[0][1]}. {folder.child(REJECTED_FILE).uri} lists all. Mend or remove them and "
+        f"run the command again{alternative}"
     )
 
 
 def _notes(plan: Plan, histogram: dict[str, int], num_turned: int) -> list[str]:
-    notes = []
-    if num_turned and plan.settings["apply_orientation"]:
-        notes.append(f"{num_turned} images were turned as their EXIF says")
-    elif num_turned:
-        notes.append(
-            f"{num_turned} images have an orientation in EXIF and are kept as they are stored; "
+    turned = "were turned as their EXIF says"
+    if not plan.settings["apply_orientation"]:
+        turned = (
+            "have an orientation in EXIF and are kept as they are stored; "
             "convert.apply_orientation=true turns them as viewers show them"
         )
-    for number, text in ((0, "have no images"), (1, "have one image")):
-        if names := [name for name, count in histogram.items() if count == number]:
-            notes.append(f"{len(names)} classes {text}: {listed(names)}")
-    if names := plan.no_classes:
-        notes.append(f"{len(names)} folders have no images and are no classes: {listed(names)}")
+    notes = [f"{num_turned} images {turned}"] if num_turned else []
+    listings = {
+        "classes have no images": [name for name, count in histogram.items() if count == 0],
+        "classes have one image": [name for name, count in histogram.items() if count == 1],
+        "folders have no images and are no classes": plan.no_classes,
+    }
+    notes += [f"{len(names)} {what}: {listed(names)}" for what, names in listings.items() if names]
     if len(histogram) == 1:
         notes.append(f"there is one class only: {next(iter(histogram))!r}")
     return notes
@@ -385,7 +361,7 @@ def _check_shards(folder: Location, written: list[ShardResult], files: list[Shar
 
 def _write_manifest(
     plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
-) -> str:
+) -> None:
     rows = np.concatenate([r.rows for r in written])
     lists = (numbers for r in written for numbers in r.dropped or [[]] * len(r.rows))
     dropped = {group: np.array(numbers, np.int32) for group, numbers in enumerate(lists) if numbers}
@@ -398,13 +374,12 @@ def _write_manifest(
         bytes=np.concatenate([r.row_group_bytes for r in written]),
         dropped=dropped,
     )
-    origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
-    origin |= {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
-    return write_manifest(
+    facts = {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
+    write_manifest(
         folder,
         columns,
         files=files,
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
-        origin=origin,
+        origin={"seed": plan.settings["seed"], "source_digest": plan.source_digest} | facts,
     )

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import PurePosixPath
 from typing import Final, Literal
 
@@ -150,10 +150,9 @@ def resolve_data(
             length, the classes of two sets differ, or a class has fewer images than shots.
     """
     data, evaluate = recipe.data, recipe.evaluate
-    path = data.train if needs_train or data.train else data.eval
-    key = "data.train" if needs_train else "data.eval"
-    path = require(path, key, "the folder of a converted data set")
-    manifest = manifest or open_dataset(path)
+    uses_train = needs_train or data.train is not None
+    key, path = ("data.train", data.train) if uses_train else ("data.eval", data.eval)
+    manifest = manifest or open_dataset(require(path, key, "the folder of a converted data set"))
     if needs_train and manifest.origin.get("evaluation_only"):
         raise ValueError(
             f"data.train={manifest.path!r} is for evaluation only "
@@ -168,16 +167,12 @@ def resolve_data(
         held_out_fraction=data.held_out_fraction,
         fraction=data.fraction,
     )
-
-    def evaluated(manifest: Manifest) -> StreamSpec:
-        crop = augmentation_of(recipe.model, data.eval_augment)
-        return stream_of(data, recipe.seed, crop, manifest)
-
+    crop = augmentation_of(recipe.model, data.eval_augment)
+    evaluated = partial(stream_of, data, recipe.seed, crop)
     train = stream_of(data, recipe.seed, augmentation_of(recipe.model, data.augment), part)
     if window_size > batch:
         window = ShuffleWindow(batch, window_size // batch)
-        task_rows = max(train.task_rows, window.num_rows)
-        train = replace(train, window=window, task_rows=task_rows)
+        train = replace(train, window=window, task_rows=max(train.task_rows, window.num_rows))
     streams = {"train": train}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))
@@ -273,13 +268,11 @@ def check_model(recipe: Recipe) -> None:
         import torch  # for these models only: seconds
 
         from vit_ray.models.flops import forward_macs
-        from vit_ray.training.objective import build_objective, freeze
+        from vit_ray.training.objective import build_objective
 
         forward_macs(model.name, 2, model.image_size, **model.options())
         with torch.device("meta"):
-            objective = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
-        with errors_of("optim.frozen"):
-            freeze(objective, optim.frozen)
+            objective = build_objective(recipe, 2)
         if not any(parameter.requires_grad for parameter in objective.parameters()):
             raise ValueError(
                 "optim.frozen names every part, so that nothing would be trained; remove one"

@@ -175,13 +175,10 @@ def open_record(
         "ray": ray.__version__,
         "python": platform.python_version(),
     }
-    texts = {
-        "recipe.yaml": write_yaml(recipe.written(*_SECTIONS.get(kind, ()))),
-        "machine.json": json.dumps(machine, indent=1),
-    }
+    written = recipe.written(*_SECTIONS.get(kind, ()))
     with _open_run(start, parent) as run:
-        for name, text in texts.items():
-            run.record.text(name, text, wait_s=0.0)
+        run.record.text("recipe.yaml", write_yaml(written), wait_s=0.0)
+        run.record.text("machine.json", json.dumps(machine, indent=1), wait_s=0.0)
         yield run
 
 

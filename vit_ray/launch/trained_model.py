@@ -122,24 +122,12 @@ class TrainedModel:
             image = locate(os.fspath(image)).read()
         if isinstance(image, bytes):
             must_turn = self._is_turned and orientation_of(image) != 1
-            encoded = turned_pixels(image) if must_turn else image
-            return crop_of(encoded, self._augmentation, (0, 0, 0))
-        if isinstance(image, Image.Image):
-            return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
-        pixels = np.asarray(image)
-        is_image = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
-        if not is_image or pixels.dtype.kind not in "uif":
-            raise BadImageError(
-                f"pixels are {pixels.dtype} {pixels.shape}; give (H, W, 3), uint8 or floats in "
-                "[0, 1]"
-            )
-        scaled = np.rint(pixels * 255) if pixels.dtype.kind == "f" else pixels
-        if not (scaled.min() >= 0 and scaled.max() <= 255):
-            raise BadImageError(
-                f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "
-                "in [0, 1] or integers in [0, 255]"
-            )
-        return crop_of(scaled.astype(np.uint8), self._augmentation, (0, 0, 0))
+            content = turned_pixels(image) if must_turn else image
+        elif isinstance(image, Image.Image):
+            content = pixels_of(image)
+        else:
+            content = _checked(np.asarray(image))
+        return crop_of(content, self._augmentation, (0, 0, 0))
 
     def transform(self, image: AnImage) -> Tensor:
         """An image as input of `model`, without the batch dimension: (3, H, W) in [-1, 1].
@@ -273,6 +261,22 @@ def class_names(source: str, data: Manifest | None, num_classes: int | None) -> 
     """
     candidates = published_classes(source), tuple(data.classes) if data else ()
     return next((names for names in candidates if names and len(names) == num_classes), ())
+
+
+def _checked(pixels: NDArray[Any]) -> UInt8Array:
+    """An array of pixels as uint8; floats are from 0 to 1.
+
+    Raises:
+        BadImageError: the array has another shape or type, or other values.
+    """
+    values = np.rint(pixels * 255) if pixels.dtype.kind == "f" else pixels
+    is_image = values.ndim == 3 and values.shape[2] == 3 and values.dtype.kind in "uif"
+    if not (is_image and values.size and values.min() >= 0 and values.max() <= 255):
+        raise BadImageError(
+            f"pixels are {pixels.dtype} {pixels.shape}; give (H, W, 3), integers in [0, 255] or "
+            "floats in [0, 1]"
+        )
+    return values.astype(np.uint8)
 
 
 def _several(images: Images) -> Iterable[AnImage]:

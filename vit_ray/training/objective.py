@@ -47,7 +47,8 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     )
     if recipe.train.loss == "masked_patch":
         model = MaskedPatchObjective(model, recipe.train.masked_target, recipe.seed)
-    freeze(model, recipe.optim.frozen)
+    with errors_of("optim.frozen"):
+        freeze(model, recipe.optim.frozen)
     every = recipe.train.activation_checkpointing
     if every and not any(chains(model)):
         raise ValueError(

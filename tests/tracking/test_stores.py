@@ -4,8 +4,6 @@ import contextlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -18,7 +16,6 @@ from mlflow.tracking import MlflowClient
 from tests.commands.command_line import run_cli
 from tests.tracking.tracked import (
     NOWHERE,
-    event_texts,
     history,
     losses,
     only_run,
@@ -28,7 +25,6 @@ from tests.tracking.tracked import (
 )
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.commands.tracking_store import run_replay
-from vit_ray.outcomes import EventKind
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
@@ -187,17 +183,6 @@ def test_a_sweep_that_is_replayed_before_its_trials_has_them_below_it(away, conf
     # What another store has is noted nowhere.
     replay(sweep, f"sqlite:///{tmp_path}/other.db")
     assert MetricsLog(sweep).read_sent().run_id == of_sweep
-
-
-def test_the_replay_job_sends_what_mlflow_missed(away, config, log_path):
-    tracker = started(away, "missed", log_path)
-    tracker.log.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
-    tracker.log.event(EventKind.STOPPED, "SIGTERM", 9)
-    tracker.finish(timeout_s=0.1)
-    words = [sys.executable, "-m", "vit_ray", "replay", str(log_path), config.uri]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "2 points were new\n")
-    assert event_texts(config.uri, only_run(config.uri).info.run_id) == ["SIGTERM"]
 
 
 @pytest.mark.parametrize(

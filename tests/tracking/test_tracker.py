@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from tests.commands.command_line import run_cli
 from tests.tracking.tracked import (
     NOWHERE,
     Hanging,
@@ -264,6 +265,7 @@ def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path
     tracker = started(away, "alone", log_path, params={"tracking.uri": secret})
     before_ms = round(time.time() * 1000)
     losses(tracker, range(50))
+    tracker.log.event(EventKind.STOPPED, "SIGTERM", 9)
     after_ms = round(time.time() * 1000)
     assert tracker.run_id is None
     assert not tracker.flush(2.5)
@@ -271,9 +273,11 @@ def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path
     assert len([text for text in caplog.messages if "cannot be used" in text]) == 1
     assert f"run: vit-ray replay {log_path} URI" in caplog.messages[-1]
     assert "hunter2" not in log_path.read_text() + "".join(caplog.messages) + tracker.hint
-    assert replay(log_path, config.uri).num_points == 50
+    done = run_cli("replay", str(log_path), config.uri)
+    assert (done.exit_code, done.stdout) == (0, "50 points were new\n")
     run = only_run(config.uri)
     assert run.info.status == "FAILED"
+    assert event_texts(config.uri, run.info.run_id) == ["SIGTERM"]
     assert run.data.params["tracking.uri"] == NOWHERE
     points = MlflowClient(config.uri).get_metric_history(run.info.run_id, "train/loss")
     assert all(before_ms <= point.timestamp <= after_ms for point in points)

@@ -25,7 +25,6 @@ from tests.newcomer.follow import blocks
 from tests.recipes import small_recipe
 from vit_ray import trust_modules
 from vit_ray.config import load_recipe
-from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE
 
 
@@ -92,7 +91,7 @@ def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
     assert sorted({shard.parent.name for shard in shards}) == ["step-00000008", "step-00000012"]
     (run,) = runs_of(second)
     assert run.info.status == "FINISHED"
-    assert tags_of(run.data.tags)["vit_ray.git_commit"] == "0123abc"
+    assert run.data.tags["vit_ray.git_commit"] == "0123abc"
     assert [step for step, _ in curve(second, run.info.run_id)] == [1, 4, 8, 9, 12]
     for path in [*tmp_path.glob("mlflow.db"), *(buckets / "runs").rglob("*.json")]:
         assert SECRET_KEY.encode() not in path.read_bytes(), path

@@ -27,7 +27,6 @@ from tests.end_to_end.runs import (
 from tests.recipes import STEPS, small_recipe
 from vit_ray import trust_modules
 from vit_ray.config import load_recipe
-from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.experiments.trials import METRIC, STEP, Trial
@@ -101,7 +100,7 @@ def test_its_mlflow_run_holds_figures_recipe_code_data_and_where_its_time_went(s
     assert run.data.params["train.zero_stage"] == "2"
     assert run.data.params["optim.learning_rate"] == "0.01"
     for tag in ("git_commit", "data_fingerprint", "cluster", "kind"):
-        assert tags_of(run.data.tags)[f"vit_ray.{tag}"]
+        assert run.data.tags[f"vit_ray.{tag}"]
     assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
     held = run.data.metrics
     seconds = {kind: held[f"run/{kind}_s"] for kind in Phase}
@@ -281,7 +280,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(digits, folder)
     outcome = finetune(tuned)
     assert outcome.run_id is not None
     recorded = MlflowClient(tuned.tracking.uri).get_run(outcome.run_id)
-    assert tags_of(recorded.data.tags)["vit_ray.init_run"] == result.run_id
+    assert recorded.data.tags["vit_ray.init_run"] == result.run_id
     assert any("resized" in event for event in outcome.events)
 
 

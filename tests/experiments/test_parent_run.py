@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import RUN_FOLDER, tags_of
+from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.experiments.trials import open_parent
 from vit_ray.launch import connection
 from vit_ray.launch.connection import ClusterShape
@@ -68,7 +68,7 @@ def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path):
     moved = sweep_in(tmp_path, "second")
     assert record(moved) == run_id
     tags = MlflowClient(moved.tracking.uri).get_run(run_id).data.tags
-    assert tags_of(tags)[RUN_FOLDER] == moved.run_folder
+    assert tags[RUN_FOLDER] == moved.run_folder
     MlflowClient(moved.tracking.uri).delete_run(run_id)
     assert record(moved) != run_id
 

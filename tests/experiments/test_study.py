@@ -17,7 +17,6 @@ from vit_ray.commands.tracking_store import report
 from vit_ray.commands.trainings import print_study
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import StudyTask
-from vit_ray.config.keys import tags_of
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
 from vit_ray.experiments.study import run_study
@@ -176,7 +175,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
     recipe = recipe_from_dict(tree, "test")
     result = run_study(recipe)
     assert [bool(cell.error) for cell in result.cells] == [True, False]
-    assert not result.is_complete
+    assert not result.published.is_complete
     assert print_study(result) == 1
     assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
     client = MlflowClient(recipe.tracking.uri)
@@ -194,7 +193,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
     under = {re.sub("-[0-9a-f]{8}$", "", run.info.run_name): run for run in runs}
     fixed = under[f"{good.cell.name}-fixed"]
     assert fixed.data.metrics["eval/top1"] == kept["fixed"]
-    assert tags_of(fixed.data.tags)["vit_ray.study_cell"] == good.cell.name
+    assert fixed.data.tags["vit_ray.study_cell"] == good.cell.name
     swept = under[f"{good.cell.name}-swept"]
     assert swept.data.tags["vit_ray.transfer_task"] == "swept"
     assert swept.data.tags["mlflow.parentRunId"] == result.published.run_id

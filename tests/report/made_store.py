@@ -8,8 +8,6 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.keys import stored_tag
-
 _numbers = itertools.count(1)
 
 
@@ -38,10 +36,9 @@ class Store:
         known = {"vit_ray.kind": kind, "data.train": f"/data/{data}/train", **(tags or {})}
         known |= {"data.eval": f"/data/{data}/test"}
         known |= {"vit_ray.group": group} if group else {}
-        stored = {stored_tag(key): text for key, text in known.items()}
-        stored |= {"mlflow.parentRunId": parent} if parent else {}
+        known |= {"mlflow.parentRunId": parent} if parent else {}
         start_ms = 1_700_000_000_000 + 1000 * next(_numbers)
-        run = self.client.create_run(self.experiment, start_ms, stored, name)
+        run = self.client.create_run(self.experiment, start_ms, known, name)
         run_id = str(run.info.run_id)
         values = {"seed": seed, "model.name": "ViT-B/16", **(params or {})}
         points = [Metric(key, value, start_ms, 10) for key, value in (metrics or {}).items()]

@@ -21,7 +21,7 @@ from tests.tracking.tracked import (
     run_of,
     started,
 )
-from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER, tags_of
+from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
@@ -84,10 +84,10 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     assert history(config.uri, first.run_id) == [(10, 90.0), (20, 80.0), (30, 70.0), (40, 60.5)]
     assert history(config.uri, first.run_id, "eval/top1") == [(20, 0.5), (40, 0.6)]
     assert run.data.params == {"seed": "0", "workers": "2", "new": "1"}
-    assert tags_of(run.data.tags)["vit_ray.changed_params"] == '{"workers": "4"}'
+    assert run.data.tags["vit_ray.changed_params"] == '{"workers": "4"}'
     recorded(config, "long", tmp_path / "3", run_id=first.run_id, params=run.data.params)
     run = only_run(config.uri)
-    assert tags_of(run.data.tags)["vit_ray.changed_params"] == "{}"
+    assert run.data.tags["vit_ray.changed_params"] == "{}"
     assert run.info.status == "FINISHED"
 
 
@@ -233,7 +233,7 @@ def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config
     elsewhere.log.event(EventKind.STOPPED, "SIGTERM there", 9)
     assert elsewhere.finish("KILLED")
     assert sorted(event_texts(config.uri, tracker.run_id)) == sorted([*told, "SIGTERM there"])
-    tags = tags_of(run_of(config.uri, tracker.run_id).data.tags)
+    tags = run_of(config.uri, tracker.run_id).data.tags
     assert "vit_ray.failure" not in tags  # of a run that has gone on since
 
 

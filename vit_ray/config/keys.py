@@ -34,15 +34,6 @@ RUN_FOLDER: Final = "vit_ray.run_folder"
 INIT_RUN: Final = "vit_ray.init_run"
 # Equal for runs that differ only in the seed.
 GROUP: Final = "vit_ray.group"
-# Tags that users read on a run's page; a training has three or four of them.
-_VISIBLE_TAGS: Final = (
-    "init_from", KIND, "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
-    "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
-    "vit_ray.branched_from", "vit_ray.stopped_early",
-    "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
-)  # fmt: skip
-# MLflow's pages hide tags with this prefix.
-_HIDDEN: Final = "mlflow."
 # Keys of a row of a study that have the meaning of those in `model` and `study`.
 _REPEATED_KEYS = ("study.models.model.", *(
     f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")
@@ -159,25 +150,10 @@ def known_key(key: str) -> str:
     return key if keys_below(key) else nearest_key(Recipe, key, valid) or key
 
 
-def stored_tag(name: str) -> str:
-    """The name of a tag in MLflow; tags for programs get the prefix that hides them."""
-    is_of_vit_ray = name.startswith("vit_ray.") or name in TAGGED
-    return f"{_HIDDEN}{name}" if is_of_vit_ray and name not in _VISIBLE_TAGS else name
-
-
-def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
-    """A run's tags by their names in this package, without the prefix of `stored_tag`."""
-    names = {key: key.removeprefix(_HIDDEN) for key in stored}
-    return {name if stored_tag(name) == key else key: stored[key] for key, name in names.items()}
-
-
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
     """The flat recipe with which a run in MLflow ended, limited to the deciding keys.
 
     A key that is not recorded was unset; values that a restart changed are in a tag.
-
-    Args:
-        tags: as `tags_of` returns them.
     """
     with contextlib.suppress(json.JSONDecodeError):  # MLflow limits the length of a tag
         params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray import outcomes
 from vit_ray.addresses import require_store
-from vit_ray.config.keys import GROUP, INIT_RUN, PARENT_TAG, recorded_before, tags_of
+from vit_ray.config.keys import GROUP, INIT_RUN, PARENT_TAG, recorded_before
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
     DEV_TOP1,
@@ -91,7 +91,7 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    tags, params = tags_of(run.data.tags), run.data.params
+    tags, params = run.data.tags, run.data.params
     metrics = with_best({k: v for k, v in run.data.metrics.items() if is_finite(v)})
     recorded = recorded_before(params, tags)
     recipe = {key: text for key, text in recorded.items() if text != "None"}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER, stored_tag, tags_of
+from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER, TAGGED
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import (
@@ -41,7 +41,7 @@ from vit_ray.tracking.mlflow_client import (
 MAX_PARAMS: Final = 100  # per log_batch call: limits of MLflow's REST API
 MAX_PARAM_CHARS: Final = 6000
 MAX_TAG_CHARS: Final = 5000
-ORIGIN: Final = stored_tag("vit_ray.log")  # finds the run of a log again
+ORIGIN: Final = "vit_ray.log"  # finds the run of a log again
 NONFINITE: Final = "_nonfinite"
 
 
@@ -177,7 +177,7 @@ class RunWriter:
         if FAILURE in run.data.tags:  # of an earlier attempt
             self.client.delete_tag(self.run_id, FAILURE)
         # MLflow never changes a parameter, so a value that a restart changed becomes a tag.
-        old_params, old_tags = run.data.params, tags_of(run.data.tags)
+        old_params, old_tags = run.data.params, run.data.tags
         params = {key: value[:MAX_PARAM_CHARS] for key, value in record["params"].items()}
         new = [Param(key, value) for key, value in params.items() if key not in old_params]
         for first in range(0, len(new), MAX_PARAMS):
@@ -195,13 +195,15 @@ class RunWriter:
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)
-        # Last, since MLflow may refuse a tag of the user's.
-        user_tags = [RunTag(k, v[:MAX_TAG_CHARS]) for k, v in record["user_tags"].items()]
+        # Last, since MLflow may refuse a tag of the user's; it replaces no key.
+        user_tags = [
+            RunTag(k, v[:MAX_TAG_CHARS]) for k, v in record["user_tags"].items() if k not in TAGGED
+        ]
         if user_tags:
             self.client.log_batch(self.run_id, tags=user_tags)
 
     def _tag(self, tags: dict[str, Any]) -> None:
-        stored = [RunTag(stored_tag(k), str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
+        stored = [RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
         self.client.log_batch(self.run_id, tags=stored)
 
     def _send_metrics(self, records: Sequence[Record]) -> int:

@@ -72,18 +72,19 @@ def _study() -> Iterator[Run]:
 def _sweep() -> Iterator[Run]:
     """Four rates, a parabola over their logarithm with its top at 0.03; the best, three seeds."""
     yield Run("sweep", "sweep", {}, {"sweep/learning_rate": 0.03})
-    stage = "mlflow.vit_ray.sweep_stage"
+    trial, retraining = (
+        {"vit_ray.sweep_stage": stage, "mlflow.vit_ray.sweep_stage": stage}  # at the base revision
+        for stage in ("sweep_trial", "finetune")
+    )
     for rate in (0.003, 0.01, 0.03, 0.1):
         top1 = 0.9 - 0.1 * math.log10(rate / 0.03) ** 2
         varied = {"optim.learning_rate": rate, "optim.steps": 100, "data.held_out_fraction": 0.2}
         metrics = {"dev/top1": top1, "study/exaflops": 0.5}
-        yield Run(
-            f"sweep-lr{rate:g}", "sweep_trial", varied, metrics, "sweep", {stage: "sweep_trial"}
-        )
+        yield Run(f"sweep-lr{rate:g}", "sweep_trial", varied, metrics, "sweep", trial)
     for seed, top1 in enumerate((0.91, 0.89, 0.9)):
         varied = {"optim.learning_rate": 0.03, "optim.steps": 100, "seed": seed}
         metrics = {"eval/top1": top1, "study/exaflops": 0.6}
-        yield Run(f"sweep-s{seed}", "finetune", varied, metrics, "sweep", {stage: "finetune"})
+        yield Run(f"sweep-s{seed}", "finetune", varied, metrics, "sweep", retraining)
 
 
 def _write(folder: Path, runs: list[Run]) -> None:

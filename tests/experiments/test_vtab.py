@@ -94,7 +94,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert [row.error for row in result.rows] == [
         "", "absent: no converted data", "failed: the data are damaged", "failed: no memory"
     ]  # fmt: skip
-    assert not result.is_complete
+    assert not result.published.is_complete
     assert not record.parent.run.is_complete
     assert record.calls.last("results")[1] == {"vtab/pets_top1": 0.5, "vtab/tasks": 1.0}
     note, text = record.calls.last("tag")

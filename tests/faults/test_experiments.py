@@ -147,7 +147,7 @@ def test_a_branch_of_a_study_ends_with_the_weights_of_a_run_of_its_own(
         study={"models": [{"label": "a", "changes": model}], "steps": [20, 40], "branch": True},
     )
     result = run_study(recipe)
-    assert result.is_complete
+    assert result.published.is_complete
     short, long = result.cells
     assert short.branched_from == f"{long.cell.name} at step 14"
     assert not long.branched_from

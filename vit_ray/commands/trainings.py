@@ -101,7 +101,7 @@ def vtab(recipe: Recipe) -> int:
     result = run_vtab(recipe)
     _print_table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", result.table)
     _print_links(result.published)
-    return 0 if result.is_complete else 1
+    return 0 if result.published.is_complete else 1
 
 
 def study(recipe: Recipe) -> int:
@@ -171,7 +171,7 @@ def print_study(result: StudyResult) -> int:
     if num_before := sum(outcome.was_finished for outcome in result.cells):
         print(f"{num_before} of {len(result.cells)} cells had finished before")
     _print_links(result.published)
-    return 0 if result.is_complete else 1
+    return 0 if result.published.is_complete else 1
 
 
 def run_quickstart(recipe: Recipe) -> None:

@@ -59,11 +59,6 @@ class StudyResult:
     cells: list[CellResult]
     published: Published
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every cell of the grid was trained to its end."""
-        return not any(cell.error for cell in self.cells)
-
 
 def run_study(recipe: Recipe) -> StudyResult:
     """Train and evaluate every cell, and write the report.

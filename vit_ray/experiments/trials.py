@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from logging.handlers import BufferingHandler
@@ -105,11 +106,13 @@ class Published:
         run_id: MLflow run; None while its server does not answer.
         hint: how to open MLflow's page.
         page: None if there is none, as while MLflow is away: `vit-ray report` can write it later.
+        is_complete: whether the same command has nothing left to do.
     """
 
     run_id: str | None = None
     hint: str = ""
     page: Path | None = None
+    is_complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class OpenParent:
         Args:
             sentence: the result; it comes first in MLflow's description of the run, and below it
                 what the page says first.
-            is_complete: whether the same command has nothing left to do.
+            is_complete: as in `Published`.
         """
         record = self.run.record
         record.results(step, metrics)
@@ -151,7 +154,8 @@ class OpenParent:
         written = None if self.is_part or run_id is None else page_of(self, run_id)
         result = "\n\n".join([sentence, *(written.lead if written else ())])
         record.tag(NOTE, description(self.recipe, self.resolved, record.command, result))
-        return Published(run_id, record.hint(), written.page if written else None)
+        page = written.page if written else None
+        return Published(run_id, record.hint(), page, is_complete)
 
 
 def train_child(
@@ -171,8 +175,6 @@ def train_child(
     following = replace(following, evaluate_at=evaluate_at)
     try:
         result = train(recipe, kind=kind, tags=dict(tags), following=following)
-    except RunStoppedError:
-        raise
     except Exception as error:
         has_diverged = isinstance(error, RunDivergedError)
         state = TrialState.DIVERGED if has_diverged else TrialState.FAILED
@@ -207,6 +209,7 @@ class Trial(tune.Trainable):
         if is_private:
             mark_private()
         self._work, self._parent = work, parent
+        self._thread = ThreadPoolExecutor(1)
         self._warnings = BufferingHandler(sys.maxsize)  # a trial's process shows no output
         self._warnings.setLevel(logging.WARNING)
         logging.getLogger("vit_ray").addHandler(self._warnings)
@@ -215,10 +218,11 @@ class Trial(tune.Trainable):
     def _prepare(self) -> None:
         """Prepare a training, which the first step starts: then Tune knows that its trial runs."""
         self._warnings.flush()
-        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+        # Results of evaluations; None after the end of the training.
+        self._reports: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._train)
+        self._training: Future[dict[str, Any]] | None = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Use the process for another trial, which saves its start."""
@@ -232,39 +236,30 @@ class Trial(tune.Trainable):
         A trial that was stopped on request repeats the last result, marked `STOPPED`, so that Tune
         does not take the trial for ended.
         """
-        if self._thread.ident is None:
-            self._thread.start()
+        if self._training is None:
+            following = Following(self._parent, self._stop, self._report)
+            self._training = self._thread.submit(self._work, self.config, following)
+            self._training.add_done_callback(lambda _: self._reports.put(None))
         report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
-        if report is None:
+        if report is not None:
+            self._last = report
+        elif isinstance(self._training.exception(), RunStoppedError):
             self._reports.put(None)
             time.sleep(STOPPED_S)
             self._last[STOPPED] = True
-        elif isinstance(report, Exception):
-            raise report
         else:
-            self._last = report
+            warnings = "\n".join(record.getMessage() for record in self._warnings.buffer)
+            self._last = {**self._training.result(), "warnings": warnings, "done": True}
         return dict(self._last)
-
-    def cleanup(self) -> None:
-        """Stop the training, which writes a checkpoint, and wait for the end of the thread."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            # no limit: Tune kills the process after 600 s, and after `CLEANUP_S` at the end.
-            self._thread.join()
 
     def _report(self, step: int, metrics: Mapping[str, float]) -> None:
         self._reports.put({STEP: step, METRIC: top1_of(metrics)})
 
-    def _train(self) -> None:
-        following = Following(self._parent, self._stop, self._report)
-        try:
-            result = self._work(self.config, following)
-            warnings = "\n".join(record.getMessage() for record in self._warnings.buffer)
-            self._reports.put({**result, "warnings": warnings, "done": True})
-        except RunStoppedError:
-            self._reports.put(None)
-        except Exception as error:
-            self._reports.put(error)
+    def cleanup(self) -> None:
+        """Stop the training, which writes a checkpoint, and wait for the end of the thread."""
+        self._stop.set()
+        # no limit: Tune kills the process after 600 s, and after `CLEANUP_S` at the end.
+        wait([self._training] if self._training else [])
 
 
 class TrialCallbacks(tune.Callback):

@@ -77,10 +77,6 @@ class VtabResult:
     table: Rows
     published: Published
 
-    @property
-    def is_complete(self) -> bool:
-        return all(row.top1 is not None for row in self.rows)
-
 
 def vtab_of(recipe: Recipe) -> VtabConfig:
     """The recipe's section.

@@ -146,7 +146,7 @@ class MetricsLog(Records):
         self.error = ""  # why the last record is not on disk
         self._unwritten = b""  # the end of the log, while the disk is full
         self._lock = threading.Lock()
-        self._is_checked = False
+        self._has_written = False
         self._sent_path = path.with_name(path.name + ".sent")
 
     def open(self, opening: RunOpening) -> None:
@@ -189,7 +189,14 @@ class MetricsLog(Records):
         with self._lock:
             self._unwritten += json.dumps(record).encode() + b"\n"
             try:
-                self._write()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.path, "ab", buffering=0) as file:
+                    if not self._has_written and file.tell():
+                        # A killed process may have written half a line; blank lines are skipped.
+                        self._unwritten = b"\n" + self._unwritten
+                    self._has_written = True
+                    while self._unwritten:
+                        self._unwritten = self._unwritten[file.write(self._unwritten) :]
                 self.error = ""
             except OSError as error:
                 if not self.error:
@@ -197,17 +204,6 @@ class MetricsLog(Records):
                 self.error = str(error)
         if self._on_record is not None:
             self._on_record(record)
-
-    def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b", buffering=0) as file:
-            if not self._is_checked and file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a killed process wrote half a line
-                    self._unwritten = b"\n" + self._unwritten
-            self._is_checked = True
-            while self._unwritten:
-                self._unwritten = self._unwritten[file.write(self._unwritten) :]
 
     @property
     def size(self) -> int:
@@ -233,7 +229,7 @@ class MetricsLog(Records):
             offset += len(line)
             try:
                 records.append((json.loads(line), offset))
-            except ValueError:  # a killed process wrote half of it
+            except ValueError:  # blank, or a killed process wrote half of it
                 records.append(({"kind": "torn"}, offset))
         return records
 

@@ -218,7 +218,7 @@ def measure_heartbeats(ranks: int, seconds: float) -> tuple[str, bool]:
 
     from vit_ray.config.training_sections import TrackingConfig
     from vit_ray.tracking.metrics_log import RunOpening
-    from vit_ray.tracking.recorder import start_recorder
+    from vit_ray.tracking.run_records import start_recorder
     from vit_ray.worker.run_link import RunLink
 
     with tempfile.TemporaryDirectory() as place:

@@ -54,7 +54,7 @@ UNUSED = {
     "import vit_ray.launch.run, vit_ray.launch.workers": {"torch", "mlflow", "ray.tune", *PLOTS},
     "import vit_ray.commands.plan": {"deepspeed", "mlflow", "transformers", "scipy"},
     "import vit_ray.data.stream.stream_server": {"torch", "deepspeed", "mlflow", "ray.train"},
-    "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run": {"torch", "pandas", *PLOTS},
+    "import vit_ray.tracking.run_records, vit_ray.tracking.mlflow_run": {"torch", "pandas", *PLOTS},
     "import vit_ray.worker.worker": {
         "mlflow", "ray.tune", "cv2", "transformers", "torch._dynamo", *PLOTS,
     },

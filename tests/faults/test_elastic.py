@@ -25,7 +25,7 @@ from vit_ray.launch.run import train
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.tracking.recorder import NodeSampler
+from vit_ray.tracking.run_records import NodeSampler
 
 STEPS, EVERY = 800, 40
 COMPARED = 320

@@ -37,10 +37,11 @@ from vit_ray.launch.run_record import (
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import load_runs
-from vit_ray.tracking import metrics_log, mlflow_run, recorder, tracker
+from vit_ray.tracking import metrics_log, mlflow_run, run_records, tracker
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 from vit_ray.tracking.mlflow_client import SystemMetricsMonitor, experiment_id, open_client
-from vit_ray.tracking.recorder import NodeSampler, Orders, Recorder, RunState, start_recorder
+from vit_ray.tracking.recorder import Orders, Recorder
+from vit_ray.tracking.run_records import NodeSampler, RunState, start_recorder
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import make_position
 
@@ -331,7 +332,7 @@ def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(here, 
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(recorder.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_records.time, "monotonic", lambda: now[0])
     return now
 
 

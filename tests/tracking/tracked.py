@@ -12,7 +12,8 @@ from typing import Any
 from mlflow.tracking import MlflowClient
 
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.recorder import Recorder, RunRecords
+from vit_ray.tracking.recorder import Recorder
+from vit_ray.tracking.run_records import RunRecords
 from vit_ray.tracking.tracker import Tracker
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens

@@ -52,7 +52,8 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
     metrics_log_path,
 )
-from vit_ray.tracking.recorder import Recorder, start_recorder
+from vit_ray.tracking.recorder import Recorder
+from vit_ray.tracking.run_records import start_recorder
 from vit_ray.tracking.tracker import Tracker, log_models_later
 
 logger = logging.getLogger(__name__)

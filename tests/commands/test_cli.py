@@ -162,14 +162,15 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
 
 
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
-    monkeypatch.setattr(run, "evaluate", lambda _: RunResult(None, "a", 1, 1, {}, ""))
+    result = RunResult(None, "a", 1, 1, {"eval/top1": 0.9}, "")
+    monkeypatch.setattr(run, "evaluate", lambda _: result)
     rows, best = [{"row": "ours"}, {"row": "paper"}], Outcome(TrialState.FINISHED, top1=0.9)
     for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
-        monkeypatch.setattr(trainings, "evaluation_table", lambda *_, table=table: table)
-        trainings.evaluate(Recipe(name="a"))
+        monkeypatch.setattr(trainings, "training_table", lambda *_, table=table: table)
+        trainings.evaluate(Recipe(name="a").with_changes(data={"eval": "x"}))
         assert ("the paper's" in capsys.readouterr().out) is is_shown
-        result = SweepResult([Row({RATE: 0.1}, best)], {RATE: 0.1}, [best])
-        print_sweep(replace(result, beside_paper=table))
+        swept = SweepResult([Row({RATE: 0.1}, best)], {RATE: 0.1}, [best])
+        print_sweep(replace(swept, beside_paper=table))
         assert ("the paper's" in capsys.readouterr().out) is is_shown
 
 

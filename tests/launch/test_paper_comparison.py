@@ -10,7 +10,7 @@ from tests.data.small_sets import write_set
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.launch import paper_comparison
-from vit_ray.launch.paper_comparison import evaluation_table, training_table
+from vit_ray.launch.paper_comparison import training_table
 from vit_ray.paper import TEST_SETS
 
 
@@ -58,9 +58,8 @@ def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
     paper = {"task": "imagenet", "pretraining": "imagenet"}
     benchmark = {"kind": kind, "label_file": "real.json"}
     recipe = imagenet(tmp_path, monkeypatch, benchmark=benchmark, paper=paper)
-    table = evaluation_table(recipe, {"eval/top1": 0.5})
+    table = training_table(recipe, [0.5], kind)
     assert [row["test set"] for row in table[1:]] == shown
-    assert evaluation_table(recipe, {"few_shot/5_shot_top1": 0.5}) is None
     (row,) = training_table(imagenet(tmp_path / "sweep", monkeypatch), [0.5, 0.7])
     assert (row["top-1 %"], row["deviation %"]) == pytest.approx((60, 14.14), abs=0.01)
     assert (row["runs"], row["test set"]) == ("2", "sweep/test")

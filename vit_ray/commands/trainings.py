@@ -26,7 +26,7 @@ from vit_ray.experiments.trials import Published
 from vit_ray.experiments.vtab import run_vtab
 from vit_ray.launch import run
 from vit_ray.launch.connection import connect
-from vit_ray.launch.paper_comparison import evaluation_table
+from vit_ray.launch.paper_comparison import training_table
 from vit_ray.launch.run import RunResult
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
@@ -87,7 +87,9 @@ def evaluate(recipe: Recipe) -> None:
     result = run.evaluate(recipe)
     metrics = result.metrics
     print_metrics("Evaluation", metrics, sorted(metrics), result.num_eval_images)
-    _print_beside_paper(evaluation_table(recipe, metrics))
+    if EVAL_TOP1 in metrics and recipe.data.eval is not None:
+        labels = recipe.benchmark.kind
+        _print_beside_paper(training_table(recipe, [metrics[EVAL_TOP1]], labels))
     print_link(result.hint, result.run_id)
 
 

@@ -5,25 +5,16 @@ paper's numbers are shown next to a proxy only if they are for the same test set
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from vit_ray.addresses import redact
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5
 
 # Rows of a table by column; accuracies in percent.
 Rows = list[dict[str, float | str | None]]
-
-
-def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | None:
-    """The result of an evaluation and the paper's; None without an accuracy."""
-    top1 = metrics.get(EVAL_TOP1)
-    if top1 is None or recipe.data.eval is None:
-        return None
-    return training_table(recipe, [top1], recipe.benchmark.kind)
 
 
 def training_table(recipe: Recipe, test_top1: Sequence[float], labels: str = "own_labels") -> Rows:
@@ -33,7 +24,7 @@ def training_table(recipe: Recipe, test_top1: Sequence[float], labels: str = "ow
 
     Args:
         test_top1: accuracy of each run, in [0, 1].
-        labels: `benchmark.kind` of the evaluation.
+        labels: `benchmark.kind` of an evaluation.
     """
     assert recipe.data.eval is not None
     paper, model, test = recipe.paper, recipe.model.name, open_dataset(recipe.data.eval)

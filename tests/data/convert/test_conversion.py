@@ -21,10 +21,10 @@ from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg, write_class_folders
 from tests.data.small_sets import flips
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import index, shards
+from vit_ray.data.convert import conversion, shards
 from vit_ray.data.convert.finished_sets import deduplicate, verify
-from vit_ray.data.convert.index import parquet_output, read_facts, read_groups, write_facts
 from vit_ray.data.convert.rows import Row, Unit
+from vit_ray.data.convert.shards import parquet_output, read_facts, read_groups, write_facts
 from vit_ray.data.images import decode
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.parts import subset
@@ -46,7 +46,7 @@ def test_rows_are_shuffled_once_by_the_seed_through_ray_as_in_one_process(
 ):
     """Paths may be relative to the driver's working directory, which its workers do not have."""
     keys = list(stored_rows(dataset.path))
-    order = KeyedPermutation(300, shards.SHUFFLE, 3).ranks(np.arange(300, dtype=np.int64))
+    order = KeyedPermutation(300, conversion.SHUFFLE, 3).ranks(np.arange(300, dtype=np.int64))
     assert keys == [sorted(keys)[row] for row in order]
     monkeypatch.chdir(tmp_path)
     source, settings = os.path.relpath(image_folder), {"rows_per_row_group": 16, "shard_mib": 0.1}
@@ -92,10 +92,10 @@ def test_a_full_temporary_disk_is_named(serial, small_disk, tmp_path, monkeypatc
 
 def test_tens_of_thousands_of_class_folders_are_looked_at_by_few_tasks(monkeypatch):
     parts: list[list[Unit]] = []
-    monkeypatch.setattr(index, "run_tasks", lambda _, items, **__: parts.extend(items) or [])
+    monkeypatch.setattr(conversion, "run_tasks", lambda _, items, **__: parts.extend(items) or [])
     config = config_of("/a", "/set")
     units = [Unit("folder", f"/a/{i}", "/a", config) for i in range(30_000)]
-    index.versions_of(units)
+    conversion.versions_of(units)
     assert len(parts) <= 1024
     assert [unit for part in parts for unit in part] == units
 
@@ -172,7 +172,7 @@ def test_what_another_version_has_made_is_refused(serial, image_folder, tmp_path
 WAITS_IN_THE_MIDDLE = """
 import sys
 from tests.data.converting import convert, one_by_one
-from vit_ray.data.convert import index, shards
+from vit_ray.data.convert import conversion, shards
 
 def and_wait(work, items, *others, **shown):
     if work.__name__ == "_index":
@@ -180,7 +180,7 @@ def and_wait(work, items, *others, **shown):
         sys.stdin.read()
     return one_by_one(work, items, *others)
 
-index.run_tasks, shards.run_tasks = and_wait, one_by_one
+conversion.run_tasks, shards.run_tasks = and_wait, one_by_one
 print(convert(sys.argv[1], sys.argv[2]).num_images, flush=True)
 """
 
@@ -278,17 +278,17 @@ from vit_ray.data.convert import shards as module
 
 def stuck(shard, *shared):
     from vit_ray.data.convert import shards as module
-    check, seen = module.checked, []
+    check, seen = module.image_or_reason, []
     def get_stuck(*row):
         seen.append(row)
         if shard >= 5 and len(seen) == 4:
             time.sleep(600)
         return check(*row)
-    module.checked = get_stuck
+    module.image_or_reason = get_stuck
     try:
         return module.make_shard(shard, *shared)
     finally:
-        module.checked = check
+        module.image_or_reason = check
 
 run_tasks = module.run_tasks
 module.run_tasks = lambda work, *others, **shown: run_tasks(stuck, *others, **shown)

@@ -1,17 +1,18 @@
-"""The shards of a conversion: which rows each holds, the tasks that write them, and the commit.
+"""The shards of a conversion: the tasks that write them as planned, and the commit.
 
-The plan is made once, when the source is indexed, and restarts use the same one. First the list of
-rows of every shard is written, then the plan, then the shards. At the end all shards are checked,
-and the manifest makes the data set visible.
+The staging folder has a list of the rows of each shard, and the result of each finished one. At the
+end all shards are checked, and the manifest makes the data set visible.
 """
 
+import contextlib
+import functools
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any, Final
 
 import numpy as np
@@ -20,15 +21,7 @@ import pyarrow.parquet as pq
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import OUTPUT, delete_files, image_or_reason, read_ahead
-from vit_ray.data.convert.index import (
-    parquet_output,
-    read_facts,
-    read_groups,
-    taken,
-    write_facts,
-)
 from vit_ray.data.convert.rows import (
-    ROW_SCHEMA,
     Row,
     SourceChangedError,
     Unit,
@@ -48,19 +41,63 @@ from vit_ray.data.dataset import (
     shard_name,
     write_manifest,
 )
-from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.shard_writer import EncodedImage, ShardFacts, row_groups, write_row_groups
+from vit_ray.data.shard_writer import (
+    EncodedImage,
+    ShardFacts,
+    closed_after,
+    row_groups,
+    write_row_groups,
+)
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.data.tasks import run_tasks
 from vit_ray.lock import check_lock
-from vit_ray.storage import HALF_WRITTEN, Location, locate
+from vit_ray.storage import HALF_WRITTEN, Location, locate, naming, read_again
 
-SHUFFLE: Final = 5
-# Files in the staging folder, with the rows and the result of a shard.
-_LIST: Final = "list-{:06d}.parquet"
-RESULT: Final = "shard-{:06d}.json"
+LIST: Final = "list-{:06d}.parquet"
+"""File in the staging folder with the rows of a shard."""
+# File in the staging folder with the result of a shard.
+_RESULT: Final = "shard-{:06d}.json"
 _THREADS: Final = 16
 _NAMES_SHOWN: Final = 10
+
+
+def write_facts(file: Location, facts: dict[str, Any]) -> None:
+    """Write JSON and its checksum."""
+    content = json.dumps(facts).encode()
+    file.write(b"%s\n%08x" % (content, zlib.crc32(content)))
+
+
+def read_facts(file: Location) -> dict[str, Any]:
+    """What `write_facts` wrote; raises ValueError if the checksum differs."""
+
+    def read() -> dict[str, Any]:
+        content, _, crc32 = file.read().rpartition(b"\n")
+        if crc32 != b"%08x" % zlib.crc32(content):
+            raise ValueError(
+                f"{file.uri!r} is not what was written; delete it and run the same command again, "
+                "or choose another convert.destination"
+            )
+        return dict(json.loads(content))
+
+    return read_again(read, ValueError)
+
+
+@contextlib.contextmanager
+def parquet_output(destination: Location, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """A parquet writer; the file appears at `destination` when the block ends without an error."""
+    with destination.output() as stream:
+        writer = pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True)
+        with closed_after(writer):
+            yield writer
+
+
+def read_groups(location: Location) -> Iterator[pa.Table]:
+    """The row groups of a parquet file, each read again if its checksum differs."""
+    with naming(location.uri), location.open() as source:
+        file = pq.ParquetFile(source, page_checksum_verification=True)
+        for number in range(file.num_row_groups):
+            read = functools.partial(file.read_row_group, number)
+            yield read_again(read, OSError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -84,20 +121,6 @@ class Plan:
     num_shards: int
     folder: str
     no_classes: list[str] = field(default_factory=list)
-
-
-def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
-    """Shuffle all rows, and write the list of rows of each shard."""
-    order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
-    rows = int(plan.settings["rows_per_row_group"])
-    # A row group is never divided between shards.
-    groups = -(-plan.num_images // rows)
-    firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
-    batches = source_rows.to_batches()
-    for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
-        numbers = order.ranks(np.arange(first, end, dtype=np.int64))
-        with parquet_output(staging.child(_LIST.format(shard)), ROW_SCHEMA) as writer:
-            writer.write_table(taken(batches, numbers))
 
 
 @dataclass
@@ -136,7 +159,7 @@ def make_shards(plan: Plan, config: ConvertConfig) -> None:
     """Make the shards that have no result yet, one task each."""
     staging = locate(config.destination).child(STAGING_FOLDER)
     results = {info.base_name for info in staging.list_files(recursive=False)}
-    missing = [shard for shard in range(plan.num_shards) if RESULT.format(shard) not in results]
+    missing = [shard for shard in range(plan.num_shards) if _RESULT.format(shard) not in results]
     # Only reading in place needs `versions`, which may have an entry for each of many files.
     sent_plan = plan if config.in_place else replace(plan, versions={})
     run_tasks(make_shard, missing, sent_plan, config, title=f"converting to {config.destination}")
@@ -146,13 +169,13 @@ def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
     """Write one shard, and then its result."""
     write = write_in_place if config.in_place else write_shard
     staging = locate(config.destination).child(STAGING_FOLDER)
-    write_facts(staging.child(RESULT.format(shard)), vars(write(shard, plan, config)))
+    write_facts(staging.child(_RESULT.format(shard)), vars(write(shard, plan, config)))
 
 
 def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     """Write a shard of images that are copied."""
     folder, result = locate(config.destination), ShardResult(shard=shard)
-    tables = read_groups(folder.child(STAGING_FOLDER).child(_LIST.format(shard)))
+    tables = read_groups(folder.child(STAGING_FOLDER).child(LIST.format(shard)))
     rows = chain.from_iterable(map(table_rows, tables))
     images = (
         result.counted(row, image_or_reason(row, file.result, config, plan.label_of))
@@ -244,7 +267,7 @@ def commit(plan: Plan, folder: Location, max_rejected_fraction: float, lock_numb
             has taken the folder over. The same call can be repeated.
     """
     staging = folder.child(STAGING_FOLDER)
-    results = [staging.child(RESULT.format(shard)) for shard in range(plan.num_shards)]
+    results = [staging.child(_RESULT.format(shard)) for shard in range(plan.num_shards)]
     written, rejected = list[ShardResult](), list[tuple[str, str]]()
     counts, labels = Counter[str](), Counter[str]()
     with (
@@ -349,7 +372,7 @@ def _check_shards(folder: Location, written: list[ShardResult], files: list[Shar
         texts = list(pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files))
     problems = [(r.shard, f.path, t) for r, f, t in zip(written, files, texts, strict=True) if t]
     for shard, *_ in problems:
-        folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
+        folder.child(STAGING_FOLDER).child(_RESULT.format(shard)).delete()
     if problems:
         _, name, problem = problems[0]
         raise ValueError(

@@ -200,20 +200,17 @@ def equal_sentences(cells: pd.DataFrame) -> Iterator[str]:
     laws = laws_of(cells)
     rivals = {family: law.equal for family, law in laws.items() if family != BASELINE}
     for family, equal in rivals.items() if BASELINE in laws else ():
-        question = f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY}"
-        accuracies = equal and f"from {percent(equal.low)} to {percent(equal.high)} % top-1"
-        if equal is None:
-            yield f"{question}: no power law of each fits these points at a common accuracy."
-        elif equal.interval is None:
+        if equal is None or equal.interval is None:
             yield (
-                f"{question} from these seeds; the fitted laws give {equal.ratio:.2g} times, "
-                f"{accuracies}."
+                f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY}: "
+                "these points do not determine it, with an interval over seeds."
             )
         else:
             low, high = equal.interval[1:]
             yield (
                 f"At equal accuracy {family}s need {equal.ratio:.2g} times the compute of "
-                f"{BASELINE}s (95 % over seeds: {low:.2g} to {high:.2g}) {accuracies}."
+                f"{BASELINE}s (95 % over seeds: {low:.2g} to {high:.2g}) from "
+                f"{percent(equal.low)} to {percent(equal.high)} % top-1."
             )
 
 

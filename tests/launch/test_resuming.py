@@ -21,7 +21,7 @@ from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe
-from vit_ray.config.keys import all_keys, incompatible_changes, keys_below, on_resume
+from vit_ray.config.keys import KEYS, keys_below, on_resume
 from vit_ray.config.schema import OnResume
 from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run, where_it_lies
 from vit_ray.lock import hold_lock, this_process
@@ -142,26 +142,10 @@ def test_a_project_may_be_moved(step):
             accepted(begun.with_changes(init_from=other), position(step, begun))
 
 
-def test_what_is_not_used_decides_nothing_until_it_is():
-    few_shot = {"few_shot_train": "/data/train", "few_shot_test": "/data/test"}
-    steps = {"schedule": "steps", "decay_at": [0.5]}
-    for key, begun, used in (
-        ("evaluate.shots", {"evaluate": few_shot}, {"evaluate": {"shots": [1, 5]}}),
-        ("evaluate.every_st", {"train": {"early_stopping": 2}}, {"evaluate": {"every_steps": 5}}),
-        ("optim.decay_at", {}, {"optim": steps}),
-    ):
-        recipe = linear_recipe(**begun)
-        with pytest.raises(ValueError, match=rf"{key}\w* was .* and is "):
-            accepted(recipe.with_changes(**used), position(7, recipe))
-    for begun, changed in (
-        ({"optim": {"name": "sgd"}}, []),
-        ({"optim": {"name": "parts.lion"}}, ["optim.betas"]),
-        ({"train": {"averaging": 0.9}}, ["optim.betas", "train.averaging_warmup"]),
-    ):
-        recipe = linear_recipe(**begun)
-        now = recipe.with_changes(optim={"betas": (0.9, 0.9)}, train={"averaging_warmup": False})
-        found = [change.key for change in incompatible_changes(recipe.flat(), now.flat())]
-        assert found == changed
+def test_an_interval_of_evaluations_decides_a_run_with_early_stopping():
+    recipe = linear_recipe(train={"early_stopping": 2})
+    with pytest.raises(ValueError, match=r"evaluate.every_steps was .* and is 5"):
+        accepted(recipe.with_changes(evaluate={"every_steps": 5}), position(7, recipe))
 
 
 def test_another_length_is_told_with_what_becomes_of_the_schedule():
@@ -190,10 +174,6 @@ def test_another_length_is_told_with_what_becomes_of_the_schedule():
         "workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9},
         "tracking": {"experiment": "other"},
     },
-    # What is not used.
-    {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
-    {"optim": {"decay_at": [0.5], "momentum": 0.5}},
-    {"train": {"averaging_warmup": False, "masked_target": "full_patch"}},
     # The same order and length.
     {"data": {"shuffle_window": "auto"}, "optim": {"epochs": None, "steps": 20}},
 ])  # fmt: skip
@@ -217,7 +197,7 @@ def test_other_keys_of_the_training_than_these_need_the_flag():
     read = keys_below(*(key for key in COMMANDS["pretrain"].reads if key != "plan"))
     assert {key.name for key in read if not key.on_resume} == {"name"}
     sections = ("data.", "optim.", "train.", "evaluate.")
-    names = [key.name for key in all_keys()]
+    names = [key.name for key in KEYS]
     mine = [key for key in names if key.startswith(sections) or "." not in key]
     free = (
         "output resume data.train data.max_bad_fraction data.cpus_per_task data.object_store_mib "
@@ -227,7 +207,6 @@ def test_other_keys_of_the_training_than_these_need_the_flag():
         "train.step_timeout_s evaluate.batch_size evaluate.metrics"
     )
     assert {key for key in mine if on_resume(key) is OnResume.FREE} == {*free.split()}
-    assert on_resume("train.masked_target") is OnResume.FIXED  # where it is used
 
 
 def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_path):

@@ -6,7 +6,7 @@ A run is resumed, and a finished cell of a study reused, only if no deciding key
 import contextlib
 import json
 import os.path
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -21,7 +21,6 @@ from vit_ray.config.schema import (
     one_line,
     section_type,
 )
-from vit_ray.own_parts import is_own
 
 # Names of tags. The first has the parameters, as JSON, that have changed since the run was created.
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
@@ -34,12 +33,6 @@ RUN_FOLDER: Final = "vit_ray.run_folder"
 INIT_RUN: Final = "vit_ray.init_run"
 # Equal for runs that differ only in the seed.
 GROUP: Final = "vit_ray.group"
-# Keys of a row of a study that have the meaning of those in `model` and `study`.
-_REPEATED_KEYS = ("study.models.model.", *(
-    f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")
-))  # fmt: skip
-
-_OFF: Final = ("None", "0", "0.0")
 # Compared like a key that is as fixed as the seed.
 DATA_SET: Final = "the data set's fingerprint"
 
@@ -95,8 +88,7 @@ def incompatible_changes(
         before, now: `Recipe.flat`; a key that is not in both is ignored.
         without: further keys to ignore.
     """
-    unused = unused_keys(now) & unused_keys({**now, **before})
-    ignored = {*without, *unused, *_moved_along(before, now)}
+    ignored = {*without, *_moved_along(before, now)}
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         ignored.add("evaluate.every_steps")  # with early stopping it decides when the run stops
     return [
@@ -105,17 +97,6 @@ def incompatible_changes(
         if is_trained(key) and key not in ignored
         if value != "auto" and before.get(key, value) != value
     ]
-
-
-def unused_keys(flat: Mapping[str, str]) -> set[str]:
-    """Keys of a flat recipe that have no effect because of the values of its other keys."""
-    return {
-        key.name
-        for key in KEYS
-        if key.used_if and (value := flat.get(f"{key.section}.{key.used_if.key}")) is not None
-        if (value not in key.used_if.values if key.used_if.values else value in _OFF)
-        and not is_own(value)
-    }
 
 
 def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -137,11 +118,6 @@ def keys_below(*prefixes: str) -> list[Key]:
     """The keys that are, or are below, one of the prefixes; without prefixes all."""
     below = tuple(f"{prefix}." for prefix in prefixes) or ""
     return [key for key in KEYS if f"{key.name}.".startswith(below)]
-
-
-def count_keys(keys: Iterable[Key]) -> int:
-    """Number of the keys, without those that only repeat other keys in a row of a study."""
-    return sum(not key.name.startswith(_REPEATED_KEYS) for key in keys)
 
 
 def known_key(key: str) -> str:

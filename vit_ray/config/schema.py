@@ -127,19 +127,6 @@ class OnResume(Enum):
     FIXED = "never"
 
 
-@dataclass(frozen=True)
-class UsedIf:
-    """Mark of a key that has an effect only if another key of its section has one of the values.
-
-    Attributes:
-        key: the other key's name.
-        values: as text; empty = all values except unset and 0.
-    """
-
-    key: str
-    values: tuple[str, ...] = ()
-
-
 class Section(BaseModel):
     """Base of every section: frozen, strict types, unknown keys and infinite numbers refused."""
 
@@ -320,7 +307,6 @@ class Key:
     schema: type[BaseModel]
     field: FieldInfo
     on_resume: OnResume | None
-    used_if: UsedIf | None
 
     @property
     def section(self) -> str:
@@ -349,9 +335,9 @@ def keys_of(
         prefix, mark: of the section that the schema describes.
     """
     for name, field in schema.model_fields.items():
-        marks = {type(note): note for note in field.metadata}
-        on_resume, used_if = marks.get(OnResume, mark), marks.get(UsedIf)
-        yield Key(f"{prefix}{name}", schema, field, on_resume, used_if)
+        marks = [note for note in field.metadata if isinstance(note, OnResume)]
+        on_resume = marks[0] if marks else mark
+        yield Key(f"{prefix}{name}", schema, field, on_resume)
         if section := section_type(field.annotation):
             yield from keys_of(section, f"{prefix}{name}.", on_resume)
 

@@ -25,7 +25,6 @@ from vit_ray.config.schema import (
     PositiveFloat,
     Section,
     Share,
-    UsedIf,
     value_text,
 )
 from vit_ray.paper import resolved_model
@@ -144,9 +143,9 @@ class AugmentConfig(_CropConfig):
     randaugment: Literal["tensorflow"] | None = None
     """Random operations on the finished crop, those of the paper's code and AugReg; unset =
     none."""
-    randaugment_layers: Annotated[Positive, UsedIf("randaugment")] = 2
+    randaugment_layers: Positive = 2
     """Operations per image."""
-    randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0), UsedIf("randaugment")] = 10.0
+    randaugment_magnitude: Annotated[float, Field(ge=0.0, le=30.0)] = 10.0
     """Strength of the operations; 10 is full strength."""
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`."""
@@ -223,9 +222,9 @@ class OptimConfig(Section):
     optimizer of your own (`myparts.lion`)."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], UsedIf("name", ("adamw",))] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW's betas."""
-    momentum: Annotated[Fraction, UsedIf("name", ("sgd",))] = 0.9
+    momentum: Fraction = 0.9
     """SGD's momentum."""
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels, not on biases, norms, tokens or positions. Decoupled and scaled by
@@ -239,13 +238,11 @@ class OptimConfig(Section):
     schedule: Literal["linear", "cosine", "constant", "steps", "cooldown"] = "cosine"
     """Learning rate after the warm-up: `steps` multiplies it by 0.1 at each of `decay_at`;
     `cooldown` is constant, with a cool-down at the end."""
-    decay_at: Annotated[tuple[Fraction, ...], UsedIf("schedule", ("steps",))] = (0.3, 0.6, 0.9)
+    decay_at: tuple[Fraction, ...] = (0.3, 0.6, 0.9)
     """Shares of the run at which `schedule=steps` decays; the default is BiT's for fine-tuning."""
-    cooldown_fraction: Annotated[Share, UsedIf("schedule", ("cooldown",))] = 0.2
+    cooldown_fraction: Share = 0.2
     """Last share of the run, in which `schedule=cooldown` falls linearly."""
-    end_learning_rate: Annotated[
-        NotNegativeFloat, UsedIf("schedule", ("linear", "cosine", "cooldown"))
-    ] = 0.0
+    end_learning_rate: NotNegativeFloat = 0.0
     """Final rate of linear and cosine decay and of the cool-down; the paper's linear decay ends at
     1e-5."""
     warmup_steps: NotNegative = 0
@@ -298,11 +295,9 @@ class TrainConfig(Section):
     the micro-batch must be even."""
     cutmix: NotNegativeFloat = 0.0
     """Alpha of CutMix; 0 = off. With MixUp, each applies to half of the pairs."""
-    masked_target: Annotated[
-        Literal["mean_color", "downsized", "full_patch"],
-        OnResume.FIXED,
-        UsedIf("loss", ("masked_patch",)),
-    ] = "mean_color"
+    masked_target: Annotated[Literal["mean_color", "downsized", "full_patch"], OnResume.FIXED] = (
+        "mean_color"
+    )
     """Target of masked patch prediction."""
     global_batch_size: Annotated[Positive, OnResume.FIXED] = 4096
     """Images per optimizer step, over all workers."""
@@ -323,7 +318,7 @@ class TrainConfig(Section):
     averaging: Below1 = 0.0
     """Decay per step of the averaged weights (EMA, Polyak averaging); the paper's is 0.9999; 0 =
     off."""
-    averaging_warmup: Annotated[bool, UsedIf("averaging")] = True
+    averaging_warmup: bool = True
     """Limit the decay to (1 + t) / (10 + t) in step t, so that the average of a short run does not
     stay near the initial weights; `false` = a constant decay, as in the paper."""
     nonfinite: Annotated[Literal["stop", "skip"], OnResume.FREE] = "stop"
@@ -417,11 +412,9 @@ class EvalConfig(Section):
     """Converted set for the few-shot examples; unset = no few-shot accuracy."""
     few_shot_test: Annotated[Place | None, OnResume.EVALUATED] = None
     """Converted set on which few-shot accuracy is measured."""
-    shots: Annotated[
-        tuple[Positive, ...], Field(min_length=1), Distinct, UsedIf("few_shot_train")
-    ] = (1, 5, 10, 25)
+    shots: Annotated[tuple[Positive, ...], Field(min_length=1), Distinct] = (1, 5, 10, 25)
     """Examples per class."""
-    few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
+    few_shot_seeds: Positive = 3
     """Random draws of the examples; the mean accuracy is reported."""
     metrics: Annotated[tuple[OwnPart, ...], Distinct, OnResume.FREE] = ()
     """Functions of your own that give each image a number, such as `myparts.top3`; means are

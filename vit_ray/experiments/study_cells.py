@@ -27,7 +27,7 @@ from vit_ray.checkpoints.checkpoint_format import (
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
-from vit_ray.config.keys import TAGGED, unused_keys
+from vit_ray.config.keys import TAGGED
 from vit_ray.config.recipe import leaves
 from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
@@ -250,8 +250,7 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
 def _deciding_params(recipe: Recipe) -> dict[str, str]:
     """The keys that decide the weights of a training and the results of its evaluation."""
     flat = recipe.flat()
-    unused = unused_keys(flat)
-    return trained_params(recipe) | {key: flat[key] for key in TAGGED if key not in unused}
+    return trained_params(recipe) | {key: flat[key] for key in TAGGED}
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:

@@ -31,7 +31,6 @@ from vit_ray.config.keys import (
     RUN_FOLDER,
     TAGGED,
     is_trained,
-    unused_keys,
 )
 from vit_ray.config.loading import write_yaml
 from vit_ray.launch.connection import ClusterShape
@@ -236,11 +235,10 @@ def end_record(
 def trained_params(recipe: Recipe) -> dict[str, str]:
     """The keys that decide the training's result, and its sizes; only those that are set."""
     flat = recipe.flat()
-    excluded = {*TAGGED, *unused_keys(flat)}
     return {
         key: value
         for key, value in flat.items()
-        if (is_trained(key) and key not in excluded) or key in SIZES
+        if (is_trained(key) and key not in TAGGED) or key in SIZES
         if value != "None"
     }
 
@@ -278,7 +276,7 @@ def run_facts(
 def group_of(recipe: Recipe, resolved: ResolvedRun) -> str:
     """Digest of recipe, data sets and commit, equal for runs that differ only in the seed."""
     flat = recipe.flat()
-    excluded = {"seed", "data.train", *EVALUATED_SETS, *unused_keys(flat)}
+    excluded = {"seed", "data.train", *EVALUATED_SETS}
     trained = {k: v for k, v in flat.items() if is_trained(k) and k not in excluded}
     data = {name: spec.manifest.fingerprint for name, spec in resolved.streams.items()}
     text = json.dumps([trained, data, git_commit()], sort_keys=True)

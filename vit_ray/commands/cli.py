@@ -26,7 +26,7 @@ import click
 from vit_ray.addresses import redact
 from vit_ray.commands.job_list import COMMANDS, Command, check_inputs, check_outputs, check_values
 from vit_ray.config import load_recipe
-from vit_ray.config.keys import count_keys, keys_below, known_key, sections
+from vit_ray.config.keys import keys_below, known_key, sections
 from vit_ray.config.loading import completed, header_of, recipe_names, recipes_folder, write_yaml
 from vit_ray.outcomes import RunStoppedError
 from vit_ray.own_parts import trust_modules
@@ -256,8 +256,7 @@ def recipes() -> None:
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
 @click.option("--of", type=click.Choice([*COMMANDS]), help="Only keys that this command reads.")
-@click.option("--count", is_flag=True, help="Print only how many there are.")
-def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
+def keys(prefixes: tuple[str, ...], of: str | None) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
     for prefix in prefixes:
         if not keys_below(prefix):
@@ -268,9 +267,6 @@ def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
     chosen = [key for key in keys_below(*prefixes) if key in read]
     if not chosen:
         raise ValueError(f"{of} reads no key of {', '.join(prefixes)}; leave out one of the two")
-    if count:
-        print(count_keys(chosen))
-        return
     printed_sections = set[str]()
     for key in chosen:
         if key.section not in printed_sections:

@@ -21,7 +21,7 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
-from vit_ray.config.keys import DATA_SET, Change, on_resume
+from vit_ray.config.keys import Change, on_resume
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import OnResume
@@ -49,13 +49,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
             recipe or its data set is wrong.
         DamagedCheckpointError: a file of the checkpoint differs from its checksum.
     """
-    arguments = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if not arguments.get("step", "").isdecimal() or not arguments.get("name"):
-        raise ValueError(
-            "a fork needs a step and a name; give the step of a checkpoint and a new name, such as "
-            "step=1000 name=lower-rate"
-        )
-    step, overrides = int(arguments["step"]), [w for w in words if w.partition("=")[0] != "step"]
+    step, overrides = _step_and_changes(words)
     parent, position = _parent_checkpoint(source, step, overrides)
     tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, overrides)
     resolved = resolve_run(recipe_from_dict(tree, where="the fork").with_absolute_paths())
@@ -81,6 +75,17 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
         copy_checkpoint(parent, folder, lambda position: _of_fork(position, resolved))
     locate(str(file)).write(content)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
+
+
+def _step_and_changes(words: Sequence[str]) -> tuple[int, list[str]]:
+    """
+    Raises:
+        ValueError: not exactly one of the words is `step=k`.
+    """
+    steps = [word.removeprefix("step=") for word in words if word.startswith("step=")]
+    if len(steps) != 1 or not steps[0].isdecimal():
+        raise ValueError("give one step, such as step=100")
+    return int(steps[0]), [word for word in words if not word.startswith("step=")]
 
 
 def _refuse_taken(folder: Location) -> None:
@@ -119,15 +124,10 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
     """
     _, changes = changes_since(position, resolved)
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
-        advice = ""
-        if any(change.key == DATA_SET for change in fixed):
-            advice = (
-                f"give the checkpoint's own set instead of data.train={resolved.manifest.path}, or "
-            )
         raise ValueError(
             f"{'; '.join(map(str, fixed))}: a fork keeps what the checkpoint's tensors and its "
-            f"place in the data depend on; {advice}start a new run with init_from, which loads the "
-            "weights that fit"
+            "place in the data depend on; give the checkpoint's own value or data set, or start a "
+            "new run with init_from, which loads the weights that fit"
         )
     if resolved.total_steps <= position.step:
         raise ValueError(
@@ -167,11 +167,9 @@ def show_batch(source: str, words: Sequence[str], out: str | None) -> None:
     Raises:
         ValueError: there is no such step, the folder is not empty, or as `find_run`.
     """
-    steps = [word.removeprefix("step=") for word in words if word.startswith("step=")]
-    if len(steps) != 1 or not steps[0].isdecimal():
-        raise ValueError("give one step, counted from 0, such as step=0")
-    run = find_run(source, [word for word in words if not word.startswith("step=")])
-    if (step := int(steps[0])) >= run.total_steps:
+    step, changes = _step_and_changes(words)
+    run = find_run(source, changes)
+    if step >= run.total_steps:
         raise ValueError(
             f"step={step}: the run has {run.total_steps:,} steps; give one from 0 to "
             f"{run.total_steps - 1}"

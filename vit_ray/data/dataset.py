@@ -199,13 +199,19 @@ class Manifest(RowGroupColumns):
                 samples[in_group] = self.samples_of(group)[rows[in_group]]
         return samples
 
+    def places(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The row group of each sample, and its row in the stored row group."""
+        groups = np.searchsorted(self.first_samples, samples, side="right") - 1
+        rows, whole = samples - self.first_samples[groups], self.whole or self
+        for group in whole.dropped.keys() & groups.tolist():
+            in_group = groups == group
+            rows[in_group] = whole.stored_rows(group)[rows[in_group]]
+        return groups, rows
+
     def place(self, sample: int) -> tuple[int, int]:
         """The row group of a sample, and its row in the stored row group."""
-        group = int(np.searchsorted(self.first_samples, sample, side="right")) - 1
-        row = sample - int(self.first_samples[group])
-        for dropped in (self.whole or self).dropped.get(group, ()):
-            row += int(dropped) <= row
-        return group, row
+        (group,), (row,) = self.places(np.array([sample]))
+        return int(group), int(row)
 
     def without(self, samples: NDArray[np.integer]) -> "Manifest":
         """The part without these samples, all of which this manifest must have."""

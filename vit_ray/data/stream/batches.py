@@ -145,7 +145,10 @@ class BatchReader:
         Their crops are drawn together.
         """
         spec, bad = self._job.spec, dict[int, str]()
-        rows = [self._row(sample) for sample in samples.tolist()]
+        groups, stored_rows = (numbers.tolist() for numbers in spec.manifest.places(samples))
+        rows = [
+            (self.read_group(group), row) for group, row in zip(groups, stored_rows, strict=True)
+        ]
         sizes = np.array([encoded.sizes[row] for encoded, row in rows])
         boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
         columns = indices.tolist(), epochs.tolist(), samples.tolist(), rows, boxes
@@ -155,11 +158,6 @@ class BatchReader:
                 if self._job.is_training:
                     bad |= self._write_neighbour(batch, i, epoch, sample)
         return bad
-
-    def _row(self, sample: int) -> tuple[EncodedRows, int]:
-        """The row group of a sample, and its row there."""
-        group, row = self._job.spec.manifest.place(sample)
-        return self.read_group(group), row
 
     def _write_row(
         self,
@@ -202,7 +200,8 @@ class BatchReader:
             samples = manifest.samples_of(near)
             num_before = int(np.searchsorted(samples, bad_sample, side="right"))
             for sample in np.roll(samples, -num_before).tolist():
-                encoded, row = self._row(sample)
+                _, row = manifest.place(sample)
+                encoded = self.read_group(near)
                 box = draw_box(encoded.sizes[row], spec.augmentation, (spec.seed, epoch, sample))
                 problem = self._write_row(batch, i, epoch, sample, encoded, row, box)
                 if not problem:

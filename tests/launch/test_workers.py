@@ -25,7 +25,7 @@ from tests.experiments.studies import study_recipe, study_row, trained
 from tests.experiments.trials_here import following_of, in_process, parent_of
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.experiments.trials import Outcome, train_child
+from vit_ray.experiments.trials import train_child
 from vit_ray.launch import run
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
@@ -377,47 +377,32 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monk
     assert "secret" not in line
 
 
-def driver_error(worker: Worker) -> RunFailedError:
-    """What the driver raises after the worker's attempt, whose failure went through processes."""
+@pytest.mark.parametrize(("error", "kind", "state"), [
+    (None, RunDivergedError, TrialState.DIVERGED),  # the step is refused
+    (UnrecoverableError("bad data"), RunFailedError, TrialState.FAILED),
+    (UnrecoverableError("bad data", is_agreed=False), RunFailedError, TrialState.FAILED),
+])  # fmt: skip
+def test_what_a_worker_refuses_ends_the_run_and_its_trial(
+    error, kind, state, tmp_path, monkeypatch
+):
+    """The worker's failure goes through processes to the driver, whose error the trial gets."""
+
+    def refuse(step: int) -> None:
+        if error:
+            raise error
+
+    worker = Worker(make_job(tmp_path), FakeEngine((1,), refuse))
+    raises = error is not None and not error.is_agreed
+    with pytest.raises(UnrecoverableError) if raises else nullcontext():
+        worker.run()
     sent = pickle.loads(pickle.dumps(worker.actor.failed))
     with pytest.raises(RunFailedError) as caught:
         Attempts(Path(worker.job.recipe.output), Ended(), failure=sent).train()
-    return caught.value
-
-
-def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    def train(*_: Any, **__: Any) -> Any:
-        raise error
-
-    in_process(monkeypatch, train)
+    assert type(caught.value) is kind
+    in_process(monkeypatch, MagicMock(side_effect=caught.value))
     parent, _ = parent_of()
     recipe = study_recipe("/x", [study_row("any")])
-    return train_child(following_of(parent), recipe, "sweep_trial", {})
-
-
-def test_a_trial_that_is_not_finite_has_diverged(tmp_path, monkeypatch):
-    worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
-    worker.run()
-    assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
-    error = driver_error(worker)
-    assert type(error) is RunDivergedError
-    assert outcome_of(error, monkeypatch).state is TrialState.DIVERGED
-
-
-@pytest.mark.parametrize("is_agreed", [True, False])
-def test_what_a_worker_refuses_ends_the_run(tmp_path, monkeypatch, is_agreed):
-    def refuse(step: int) -> None:
-        raise UnrecoverableError("bad data", is_agreed=is_agreed)
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
-    if is_agreed:
-        worker.run()
-    else:
-        with pytest.raises(UnrecoverableError):
-            worker.run()
-    error = driver_error(worker)
-    assert type(error) is RunFailedError
-    assert outcome_of(error, monkeypatch).state is TrialState.FAILED
+    assert train_child(following_of(parent), recipe, "sweep_trial", {}).state is state
 
 
 def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -162,7 +162,7 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
 
 
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
-    result = RunResult(None, "a", 1, 1, {"eval/top1": 0.9}, "")
+    result = RunResult(None, "a", 1, 1, {"eval/top1": 0.9}, "", True)
     monkeypatch.setattr(run, "evaluate", lambda _: result)
     rows, best = [{"row": "ours"}, {"row": "paper"}], Outcome(TrialState.FINISHED, top1=0.9)
     for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
@@ -181,8 +181,8 @@ def test_an_accuracy_has_its_images_and_their_interval_whole_in_a_pipe(capsys):
     print_metrics("Evaluation", metrics, metrics, 90)
     text = capsys.readouterr().out
     assert [text.count(one) for one in (expected, "1.5000", "x" * 3000)] == [1, 1, 1]
-    assert print_result(RunResult(None, "pets", 5, 5, metrics, "", num_eval_images=90)) == 0
+    assert print_result(RunResult(None, "pets", 5, 5, metrics, "", True, num_eval_images=90)) == 0
     assert expected in " ".join(capsys.readouterr().out.split())
     # Of a run that was stopped before its first step.
-    assert print_result(RunResult(None, "pets", 0, 5, {}, "")) == 3
+    assert print_result(RunResult(None, "pets", 0, 5, {}, "", False)) == 3
     assert capsys.readouterr().out.splitlines() == ["pets: step 0 of 5", "checkpoint: none"]

@@ -52,4 +52,4 @@ def with_steps(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def trained(is_complete: bool = True, **metrics: float) -> RunResult:
-    return RunResult(None, "cell", int(is_complete), 1, metrics, "folder")
+    return RunResult(None, "cell", int(is_complete), 1, metrics, "folder", is_complete)

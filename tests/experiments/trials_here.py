@@ -56,7 +56,9 @@ def following_of(parent: OpenParent) -> Following:
 
 def result_of(recipe: Recipe, steps: int = 1, total_steps: int = 1, **metrics: float) -> RunResult:
     measured = {f"eval/{name}": value for name, value in metrics.items()}
-    return RunResult(recipe.name, recipe.name, steps, total_steps, measured, "folder")
+    is_complete = steps >= total_steps
+    name = recipe.name
+    return RunResult(name, name, steps, total_steps, measured, "folder", is_complete)
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult]) -> None:

@@ -308,7 +308,7 @@ def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
     prepared = PreparedRun(kind, resolved)
     logged: list[Any] = []
     record = SimpleNamespace(model=lambda *words, **named: logged.append((*words, named)))
-    result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
+    result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007", steps == 7)
     opened: Any = SimpleNamespace(record=record)
     _log_model(result, prepared, opened)
     assert [model["register_as"] for _, _, model in logged] == registered

@@ -61,11 +61,10 @@ class RunResult:
         metrics: last value of every metric; evaluation metrics are the best ones if the run keeps
             the best.
         checkpoint: folder of the newest checkpoint, or of the best if the run keeps the best.
+        is_complete: the run reached its end and was not stopped on request.
         already_complete: the run had ended before; nothing was trained.
         hint: how to open MLflow's page.
         events: events during the run: restarts, refused steps, failed saves.
-        evaluation_due: whether the run was stopped in the evaluation after its last step.
-        ended: why the run ended before its last step (early stopping); else empty.
         num_eval_images: images that the accuracies in `metrics` were measured on; 0 without an
             evaluation.
     """
@@ -76,17 +75,11 @@ class RunResult:
     total_steps: int
     metrics: dict[str, float]
     checkpoint: str
+    is_complete: bool
     already_complete: bool = False
     hint: str = ""
     events: list[str] = field(default_factory=list)
-    evaluation_due: bool = False
-    ended: str = ""
     num_eval_images: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the run reached its end and was not stopped on request."""
-        return bool(self.ended) or (self.steps >= self.total_steps and not self.evaluation_due)
 
     @property
     def top1(self) -> float:
@@ -409,7 +402,7 @@ def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
     )
     if not prepared.trains:
         return result
-    if not (result.steps >= result.total_steps or result.ended or was_stopped):
+    if not (result.is_complete or result.steps >= result.total_steps or was_stopped):
         raise RunFailedError(
             f"training ended, but its newest complete checkpoint is at step {result.steps} of "
             f"{result.total_steps}: the last checkpoint could not be written to {folder.uri}; see "
@@ -425,19 +418,18 @@ def _recorded(
     prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
     """The outcome that a checkpoint records; of a run without a checkpoint, the metrics only."""
-    recipe = prepared.resolved.recipe
+    resolved, recipe = prepared.resolved, prepared.resolved.recipe
     progress = checkpoint.position.progress if checkpoint else Progress(0)
     result = checkpoint and result_checkpoint(locate(recipe.run_folder), checkpoint)
     return RunResult(
         None,
         recipe.name,
         progress.step,
-        prepared.resolved.total_steps,
+        resolved.total_steps,
         with_best(metrics),
         checkpoint=result.folder.uri if result else "",
-        evaluation_due=progress.evaluation_due,
-        ended=progress.ended,
-        num_eval_images=prepared.resolved.num_eval_images,
+        is_complete=progress.is_over(resolved.total_steps),
+        num_eval_images=resolved.num_eval_images,
     )
 
 

@@ -194,8 +194,7 @@ def load(
             file, an exported or published folder, or `hf://OWNER/NAME`.
         recipe: a recipe, or its name or path, which describes the model of a weight file; a run and
             an exported folder record their recipe.
-        overrides: changes of the recipe, as for `load_recipe`; of the recorded recipe if `recipe`
-            is None.
+        overrides: changes of the recipe, or of the recorded one, as for `load_recipe`.
         averaged: whether to take a run's averaged weights; None = if there are any.
 
     Raises:
@@ -206,13 +205,10 @@ def load(
     weights = open_weights(source, averaged)
     if isinstance(recipe, (str, os.PathLike)):
         recipe = load_recipe(Path(recipe), overrides)
-    elif recipe is not None and overrides:
-        raise ValueError(
-            "overrides need a recipe by name, or a recorded one; change your Recipe itself with "
-            "with_changes"
-        )
-    if recipe is None:
+    else:
         tree = used_sections(weights.position.recipe) if weights.position else published_use(source)
+        if recipe is not None:
+            tree = recipe.model_dump(mode="json")
         if tree is None and not overrides:
             raise ValueError(
                 f"{source!r} does not record its model; give the recipe that trained it, or the "

@@ -137,7 +137,7 @@ def run_deduplicate(recipe: Recipe) -> int:
     paths += [("deduplicate.evaluation_sets", path) for path in sets]
     check_shared(connect(recipe), paths)
     duplicates = deduplicate(config.source, sets, config.destination)
-    num_exact = sum(duplicate.is_exact for duplicate in duplicates)
+    num_exact = sum(duplicates["is_exact"].to_pylist())
     print(
         f"{config.destination}: {num_exact} exact and {len(duplicates) - num_exact} near "
         f"duplicates of {open_dataset(config.source).num_images} images left out; "

@@ -86,16 +86,16 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def test_exact_and_near_duplicates_are_left_out(sets, tmp_path):
     train, test = sets
-    duplicates = deduplicate(train, [test], str(tmp_path / "clean"))
-    found = {Path(d.key).stem: Path(d.evaluation_key).stem for d in duplicates}
+    duplicates = deduplicate(train, [test], str(tmp_path / "clean")).to_pylist()
+    found = {Path(row["key"]).stem: Path(row["evaluation_key"]).stem for row in duplicates}
     expected = {f"{name}_{i}": str(i) for i in range(10) for name in variants(EVALUATION[i])}
     assert found == expected
-    assert sum(duplicate.is_exact for duplicate in duplicates) == 10
+    assert sum(row["is_exact"] for row in duplicates) == 10
     clean = open_dataset(str(tmp_path / "clean"))
     assert clean.num_images == 120
     assert verify(clean.path).problems == []
     listed = pq.read_table(tmp_path / "clean" / "duplicates.parquet").to_pylist()
-    assert len(listed) == 30
+    assert listed == duplicates
     assert {row["distance"] for row in listed if row["is_exact"]} == {0}
 
 

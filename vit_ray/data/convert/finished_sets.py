@@ -11,9 +11,10 @@ is only a manifest and a list of the duplicates.
 """
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import cv2
 import numpy as np
@@ -85,9 +86,7 @@ def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
         ValueError: the manifest itself cannot be read.
     """
     manifest = open_dataset(path)
-    reports = run_tasks(
-        check_file, _files_of(manifest), manifest, decode_fraction, title=f"verifying {path}"
-    )
+    reports = _run_tasks(check_file, manifest, f"verifying {path}", decode_fraction)
     return VerifyReport(
         num_files=sum(report.num_files for report in reports),
         num_images=sum(report.num_images for report in reports),
@@ -138,19 +137,6 @@ def _check_image(image: StoredImage) -> None:
             raise ValueError("its restart index is not that of its bytes")
 
 
-class Duplicate(NamedTuple):
-    """A row of the pre-training set, and the evaluation image that it equals or resembles.
-
-    `distance` is the number of different bits of the hashes (of 128), 0 if the bytes are equal.
-    """
-
-    key: str
-    evaluation_set: str
-    evaluation_key: str
-    distance: int
-    is_exact: bool
-
-
 def refuse_taken(destination: str) -> None:
     """Raise a ValueError if the destination already holds a data set, or a foreign list.
 
@@ -166,35 +152,36 @@ def refuse_taken(destination: str) -> None:
         refuse_existing(destination, DUPLICATES_FILE)
 
 
-def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> list[Duplicate]:
+def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> pa.Table:
     """Write the list of duplicates, which is returned, and the manifest of a set without them.
+
+    Returns:
+        For each duplicate its key, and the set and the key of the evaluation image that it equals
+        or resembles; `distance` is the number of different bits of their hashes (of 128), 0 if
+        their bytes are equal (`is_exact`).
 
     Raises:
         ValueError: nothing would be left, or the destination holds a data set already.
     """
-    refuse_taken(destination)
     training_set, images = open_dataset(source), list[tuple[str, str, Described]]()
     for path in evaluation_sets:
-        manifest = open_dataset(path)
-        files, title = _files_of(manifest), f"reading {path}"
-        for described in run_tasks(_described_in, files, manifest, title=title):
+        for described in _run_tasks(_described_in, open_dataset(path), f"reading {path}"):
             images += [(path, key, image) for _, key, image in described]
-    files, title = _files_of(training_set), f"comparing {source}"
-    results = run_tasks(_duplicates_in, files, training_set, Known(images), title=title)
-    duplicates = {sample: duplicate for result in results for sample, duplicate in result}
-    if len(duplicates) == training_set.num_images:
+    results = _run_tasks(_duplicates_in, training_set, f"comparing {source}", Known(images))
+    rows = dict(itertools.chain(*results))
+    if len(rows) == training_set.num_images:
         raise ValueError(
             f"deduplicate: all images of {training_set.path!r} are in {evaluation_sets}, so "
             "nothing is left; check whether the sets were swapped"
         )
-    refuse_taken(destination)  # again: hours may have passed
-    sink, rows = pa.BufferOutputStream(), [row._asdict() for row in duplicates.values()]
-    pq.write_table(pa.Table.from_pylist(rows, schema=_LIST_SCHEMA), sink)
-    locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
-    part = training_set.without(np.array([*duplicates], np.int64))
+    refuse_taken(destination)
+    duplicates = pa.Table.from_pylist([*rows.values()], schema=_LIST_SCHEMA)
+    with locate(destination).child(DUPLICATES_FILE).output() as file:
+        pq.write_table(duplicates, file)
+    part = training_set.without(np.array([*rows], np.int64))
     origin = {"evaluation_sets": evaluation_sets, "max_distance": MAX_DISTANCE}
     derive(part, destination, {"deduplicated": training_set.fingerprint, **origin})
-    return list(duplicates.values())
+    return duplicates
 
 
 # The digest of an image's bytes, and its perceptual hash; the hash is empty if the image is flat or
@@ -242,34 +229,33 @@ def describe(image: bytes) -> Described:
     return digest, np.packbits(frequencies > np.median(frequencies)).tobytes()
 
 
-def _files_of(manifest: Manifest) -> list[int]:
-    return [int(index) for index in np.unique(manifest.file_index)]
+def _run_tasks(work: Callable[..., Any], manifest: Manifest, title: str, *shared: Any) -> list[Any]:
+    """`work(file_index, manifest, *shared)` for each file of a data set."""
+    files = [int(index) for index in np.unique(manifest.file_index)]
+    return run_tasks(work, files, manifest, *shared, title=title)
 
 
 def _duplicates_in(
     file_index: int, manifest: Manifest, known: Known
-) -> list[tuple[int, Duplicate]]:
-    """The duplicates in a file, each with its sample number."""
+) -> list[tuple[int, dict[str, Any]]]:
+    """The duplicates in a file: sample numbers, and rows of `_LIST_SCHEMA`."""
     return [
-        (sample, Duplicate(key, *match))
-        for sample, key, image in _images(file_index, manifest)
+        (sample, dict(zip(_LIST_SCHEMA.names, (key, *match), strict=True)))
+        for sample, key, image in _described_in(file_index, manifest)
         if (match := known.find(image))
     ]
 
 
 def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, Described]]:
-    return list(_images(file_index, manifest))
-
-
-def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Described]]:
     """(sample, key, digest and hash) of every image of a file."""
-    reader = RowGroupReader(manifest)
+    reader, images = RowGroupReader(manifest), []
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         rows, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
             key = rows.key(row)
             try:
-                yield sample, key, describe(rows.image(row))
+                images.append((sample, key, describe(rows.image(row))))
             except ValueError as error:
                 where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error
+    return images

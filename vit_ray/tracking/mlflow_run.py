@@ -8,7 +8,7 @@ counts.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +76,8 @@ class RunWriter:
         tags = {RUN_FOLDER: self._run_folder, PARENT_TAG: parent}
         self._location_tags = {key: value for key, value in tags.items() if value}
         run_id = log.read_sent().run_id or self._newest["run_id"]
-        run = self._find(run_id) or self.client.create_run(
+        runs = (run for run in self._candidates(run_id) if not self._is_originals(run))
+        run = next(runs, None) or self.client.create_run(
             experiment_id(self.client, uri, self.opening["experiment"]),
             start_time=self.opening["time_ms"],
             tags={ORIGIN: run_id or self.opening["opening"], **self._location_tags},
@@ -98,29 +99,28 @@ class RunWriter:
         log = MetricsLog(Path(self._newest["parent_log"]))
         sent = log.read_sent()
         parent = None if any(log.records("start", offset=sent.points)) else sent.run_id
-        if parent and self._active(parent):
+        if parent and self.active(parent):
             return parent
         if needs_parent:
             raise RuntimeError("the run that it is part of is not there yet")
         return None
 
-    def _find(self, run_id: str | None) -> Run | None:
-        run = self._active(run_id) if run_id else None
-        if run is not None and not self._is_originals(run):
-            return run
-        candidates, newest, experiment = list[Run](), self._newest, self.opening["experiment"]
+    def _candidates(self, run_id: str | None) -> Iterator[Run]:
+        """The run of this id, then runs that were created for this log or in place of that run."""
+        if run_id and (run := self.active(run_id)):
+            yield run
+        newest, experiment = self._newest, self.opening["experiment"]
         for origin in filter(None, (run_id, self.opening["opening"])):
-            candidates += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
+            yield from found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
         if newest["continues"]:
             query = f"attributes.run_name = '{newest['run_name']}'"
             wanted = {key: newest["tags"].get(key) for key in (RUN_FOLDER, KIND)}
-            named = found_runs(self.client, experiment, query)
-            candidates += [
-                run for run in named if wanted == {key: run.data.tags.get(key) for key in wanted}
-            ]
-        return next((run for run in candidates if not self._is_originals(run)), None)
+            for run in found_runs(self.client, experiment, query):
+                if wanted == {key: run.data.tags.get(key) for key in wanted}:
+                    yield run
 
-    def _active(self, run_id: str) -> Run | None:
+    def active(self, run_id: str) -> Run | None:
+        """The run; None if MLflow does not have it, or it has been deleted."""
         try:
             run = self.client.get_run(run_id)
         except MlflowException as error:
@@ -141,9 +141,6 @@ class RunWriter:
         log = metrics_log_path(folder)
         is_this_folder = log.parent.resolve() == self._folder
         return not is_this_folder and MetricsLog(log).read_sent().run_id == run.info.run_id
-
-    def is_deleted(self) -> bool:
-        return self._active(self.run_id) is None
 
     def send(self, records: Sequence[Record]) -> int:
         """Record metrics in their order, or a single record of another kind.
@@ -172,8 +169,7 @@ class RunWriter:
     def _send_start(self, record: Record) -> None:
         run = self.client.get_run(self.run_id)
         self.opening, self._last = record, None
-        if run.info.status != "RUNNING":
-            self.client.update_run(self.run_id, status="RUNNING")
+        self.client.update_run(self.run_id, status="RUNNING")
         if FAILURE in run.data.tags:  # of an earlier attempt
             self.client.delete_tag(self.run_id, FAILURE)
         # MLflow never changes a parameter, so a value that a restart changed becomes a tag.

@@ -307,7 +307,7 @@ class Tracker:
             self.num_points += writer.send(records)
         except Exception as error:
             code = getattr(error, "error_code", None)  # only MLflow's errors have one
-            if code and writer.is_deleted():
+            if code and writer.active(writer.run_id) is None:
                 self._writer = None  # the next attempt looks it up or creates it again
                 raise
             if code not in _REJECTIONS and not isinstance(error, FileNotFoundError):

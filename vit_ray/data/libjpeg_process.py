@@ -199,24 +199,19 @@ class Libjpeg:
         AC coefficients need no other codes. DC coefficients at the start of a restart interval may
         need a code that the table lacks; missing codes are added with the greatest length.
         """
-        for new, original in (
-            (compress.dc_tables, source.dc_tables),
-            (compress.ac_tables, source.ac_tables),
-        ):
-            for index, table in enumerate(original):
-                if table:
-                    if not new[index]:
-                        new[index] = self._lib.jpeg_alloc_huff_table(ctypes.byref(compress))
-                    ctypes.memmove(new[index], table, _Table.sent_table.offset)
+        for tables in ("dc_tables", "ac_tables"):
+            new, original = getattr(compress, tables), getattr(source, tables)
+            for index in filter(original.__getitem__, range(len(original))):
+                new[index] = new[index] or self._lib.jpeg_alloc_huff_table(ctypes.byref(compress))
+                ctypes.memmove(new[index], original[index], _Table.sent_table.offset)
         for number in range(source.num_components):
             compress.components[number].tables = source.components[number].tables
-        for pointer in compress.dc_tables:
-            if pointer:
-                table = pointer.contents
-                count = sum(table.counts)
-                missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
-                table.symbols[count : count + len(missing)] = missing
-                table.counts[_LONGEST_CODE] += len(missing)
+        for pointer in filter(None, compress.dc_tables):
+            table = pointer.contents
+            count = sum(table.counts)
+            missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
+            table.symbols[count : count + len(missing)] = missing
+            table.counts[_LONGEST_CODE] += len(missing)
 
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
         """Whether a file has the coefficients of the original and decodes to the same pixels."""

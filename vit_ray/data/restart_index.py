@@ -179,10 +179,10 @@ def index_segments(image: bytes) -> RestartIndex | None:
         or not frame.is_baseline
         or not frame.interval
         or frame.units_across % frame.interval
+        # A later segment gives its colour space.
+        or (frame.front == len(START) and any(map(is_front, metadata_of(image))))
     ):
         return None
-    if frame.front == len(START) and any(map(is_front, metadata_of(image))):
-        return None  # a later segment gives its colour space
     columns = frame.units_across // frame.interval
     markers = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
     codes = [image[at + 1] for at in markers]

@@ -64,19 +64,8 @@ _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u
 
 
 def with_home(path: str) -> Path:
-    """The path with `~` as the home folder.
-
-    Raises:
-        ValueError: there is no such user.
-    """
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        user = Path(path).parts[0]
-        raise ValueError(
-            f"{path!r}: there is no user {user[1:]!r} here; give a full path, or ./{user} for a "
-            "folder of this name"
-        )
-    return Path(expanded)
+    """The path with `~` as the home folder."""
+    return Path(os.path.expanduser(path))
 
 
 def absolute_path(path: str, folder: str = "") -> str:
@@ -85,9 +74,6 @@ def absolute_path(path: str, folder: str = "") -> str:
 
     Args:
         folder: what a relative path is relative to; by default the current folder.
-
-    Raises:
-        ValueError: as `with_home`.
     """
     joined = Path(folder or os.getcwd(), with_home(path))
     above, dots, below = f"{joined}/".rpartition("/../")

@@ -588,7 +588,7 @@ def locate(path: str) -> Location:
             region and endpoint of S3 are those of the AWS command line.
 
     Raises:
-        ValueError: as `check_address`, or it names an unknown user.
+        ValueError: as `check_address`.
     """
     check_address(path)
     protocol, _, rest = absolute(path).rpartition("://")

@@ -21,7 +21,6 @@ from vit_ray.addresses import (
 )
 from vit_ray.config import Recipe
 from vit_ray.config.keys import keys_below
-from vit_ray.config.schema import errors_of
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
@@ -294,8 +293,7 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
 
 
 def _check_local(command: Command, recipe: Recipe, key: str, text: str) -> None:
-    with errors_of(key):
-        path = with_home(text)
+    path = with_home(text)
     is_there, kind = _KINDS.get(key, _CONVERTED)
     if key == "convert.source" and (path / "manifest.parquet").is_file():
         raise ValueError(

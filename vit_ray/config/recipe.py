@@ -218,16 +218,14 @@ _KEYS_PREFIX: Final = re.compile(r"^(study\.(models|transfer)\.changes|sweep\.sp
 def in_folder(tree: dict[str, Any], folder: str) -> Any:
     """Plain data of a recipe with its relative paths made absolute, below this absolute folder.
 
-    Addresses stay, and so do texts that are no path: the validation refuses a blank text, and the
-    command that reads it the home of an unknown user.
+    Addresses stay, and so does a blank text, which the validation refuses.
     """
 
     def made_absolute(key: str, text: str) -> str:
         key = _KEYS_PREFIX.sub("", key)
         if key == "tracking.uri":
             return absolute_uri(text, folder)
-        is_no_path = not text.strip() or os.path.expanduser(text).startswith("~")
-        if key not in PLACES or "://" in text or is_no_path:
+        if key not in PLACES or "://" in text or not text.strip():
             return text
         path = absolute_path(text, folder)
         # A recipe that is no file is a shipped one.

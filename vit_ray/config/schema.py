@@ -219,12 +219,8 @@ def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
             return f"{key}={value} is a section of keys; give keys below it, such as {key}.{first}"
         case "value_error":
             return f"{key}: {problem['msg']}".replace(": Value error, ", ": ").removeprefix(": ")
-        case "finite_number":
-            allowed = "a finite number"
-        case _:
-            allowed = _allowed(parent, name)
     text = value_text(value) if isinstance(value, (list, dict)) else repr(value)
-    return f"{key}={text}: give {allowed}"
+    return f"{key}={text}: give {_allowed(parent, name)}"
 
 
 def _allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:

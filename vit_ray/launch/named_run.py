@@ -175,13 +175,7 @@ def find_resume_point(
             "to continue it"
         )
     if recipe.resume == "from_zero":
-        try:
-            give_up_checkpoints(folder, warn)
-        except ValueError as error:
-            raise ValueError(
-                f"resume=from_zero, but run {recipe.name!r} {error}; set resume=auto to continue "
-                "it, or choose another name"
-            ) from None
+        give_up_checkpoints(folder, warn)
         return None
     # Workers choose again: they wait for a late marker, and report damaged checkpoints.
     checkpoint = newest_checkpoint(folder) or checkpoint_to_resume(folder, lambda _: None)

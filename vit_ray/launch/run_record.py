@@ -287,13 +287,13 @@ def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str
     """The run's description in MLflow, Markdown: the user's text, the result, model, data, length
     and command.
     """
-    first = [recipe.tracking.description or "", result]
     training = (
         f"{recipe.model.name} on {resolved.num_images:,} images of "
         f"{resolved.manifest.num_classes:,} classes, {resolved.total_steps:,} steps of "
         f"{recipe.train.global_batch_size}"
     )
-    return "\n\n".join([*filter(None, first), training, f"    {command}\n"])
+    parts = [recipe.tracking.description, result, training, f"    {command}\n"]
+    return "\n\n".join(filter(None, parts))
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
@@ -348,17 +348,16 @@ def git_commit() -> str:
     """
     if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
         return commit
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
-    # An installed package may be in an ignored folder of a repository that is the user's own.
-    is_tracked = ["ls-files", "--error-unmatch", os.path.basename(__file__)]
-    queries = is_tracked, ["rev-parse", "HEAD"], ["status", "--porcelain"]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_GIT_S
+        ).stdout.strip()
+
     try:
-        _, commit, changes = (
-            subprocess.run(
-                [*git, *words], capture_output=True, text=True, check=True, timeout=_GIT_S
-            ).stdout.strip()
-            for words in queries
-        )
-        return commit + ("+" if changes else "")
+        # An installed package may be in an ignored folder of a repository that is the user's own.
+        git("ls-files", "--error-unmatch", os.path.basename(__file__))
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

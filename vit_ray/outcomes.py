@@ -56,6 +56,14 @@ class RunStoppedError(RuntimeError):
     """An evaluation, a sweep or a study was stopped on request."""
 
 
+class RunFailedError(RuntimeError):
+    """The run ended in an error; the message has the cause."""
+
+
+class RunDivergedError(RunFailedError):
+    """The loss or gradient is not finite: the same recipe would diverge again."""
+
+
 class LockLostError(RuntimeError):
     """Another process has taken over the run's folder; this one must not write there."""
 

@@ -31,8 +31,8 @@ from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.experiments.trials import METRIC, STEP, Trial
 from vit_ray.launch.run import evaluate, finetune, train
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.measure.phases import Phase
+from vit_ray.outcomes import RunFailedError
 from vit_ray.tracking.metrics_log import metrics_log_path
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -24,8 +24,7 @@ from vit_ray.experiments.study_cells import Cell, CellResult, branch_step, study
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch.run import Following
-from vit_ray.launch.workers import RunFailedError
-from vit_ray.outcomes import TrialState
+from vit_ray.outcomes import RunFailedError, TrialState
 
 
 @pytest.fixture

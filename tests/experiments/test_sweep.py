@@ -35,8 +35,7 @@ from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster_checks import paths_of
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.workers import RunDivergedError, RunFailedError
-from vit_ray.outcomes import TrialState
+from vit_ray.outcomes import RunDivergedError, RunFailedError, TrialState
 
 
 def searched_recipe(**sweep: Any) -> Recipe:

@@ -19,8 +19,8 @@ from vit_ray.data import open_dataset
 from vit_ray.experiments import sweep, vtab
 from vit_ray.experiments.vtab import TaskResult, run_vtab, task_recipe, vtab_metrics, vtab_table
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.models.weights import save_weights
+from vit_ray.outcomes import RunFailedError
 from vit_ray.paper import VTAB_TASKS
 
 # Appendix F of BiT, arXiv:1912.11370.

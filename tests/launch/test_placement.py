@@ -10,8 +10,8 @@ import ray
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.launch import placement
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import NoPlaceError, PlaceFinder, StoppedWaitingError
-from vit_ray.outcomes import WorkerPlace
+from vit_ray.launch.placement import PlaceFinder
+from vit_ray.outcomes import RunFailedError, RunStoppedError, WorkerPlace
 
 
 class Cluster:
@@ -73,12 +73,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def test_what_is_missing_is_told_every_ten_seconds_until_the_limit_or_a_stop(cluster):
     run = FakeRun()
     run.stop = "Ctrl-C"
-    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
+    with pytest.raises(RunStoppedError, match=r"^Ctrl-C$"):
         finder(cluster, run, num_workers=8).found()
     assert (cluster.num_open, run.events) == (0, [])
     run.stop = None
     wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
-    with pytest.raises(NoPlaceError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
+    with pytest.raises(RunFailedError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
         wants.found()
     assert [text.partition(":")[0] for _, text, _ in run.events] == [
         f"no workers for {seconds} s" for seconds in (10, 20, 30, 40, 50, 60)
@@ -95,7 +95,7 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(clu
         cluster.now_s += 20.0  # which Ray Train has waited
         place = wants.found(place.since_s)
     cluster.now_s += 20.0
-    with pytest.raises(NoPlaceError, match=r"no workers for 6\d s: .* lost .*minutes=1\)$"):
+    with pytest.raises(RunFailedError, match=r"no workers for 6\d s: .* lost .*minutes=1\)$"):
         wants.found(place.since_s)
     assert len(run.events) == 2
 

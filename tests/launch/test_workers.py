@@ -29,18 +29,24 @@ from vit_ray.experiments.trials import train_child
 from vit_ray.launch import run
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
-from vit_ray.launch.placement import NoPlaceError, Place, StoppedWaitingError
+from vit_ray.launch.placement import Place
 from vit_ray.launch.workers import (
     RETURN_S,
     SILENT_S,
     Ended,
     GroupWatch,
     Run,
-    RunDivergedError,
-    RunFailedError,
     lost_place,
 )
-from vit_ray.outcomes import EventKind, Failure, RunStoppedError, TrialState, WorkerPlace
+from vit_ray.outcomes import (
+    EventKind,
+    Failure,
+    RunDivergedError,
+    RunFailedError,
+    RunStoppedError,
+    TrialState,
+    WorkerPlace,
+)
 from vit_ray.storage import locate
 from vit_ray.tracking.recorder import Event, RunStatus
 from vit_ray.worker.entry import GroupConfig
@@ -218,9 +224,9 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
 
 
 @pytest.mark.parametrize(("error", "failure", "told"), [
-    (StoppedWaitingError("SIGTERM"), None, None),
-    (StoppedWaitingError("SIGTERM"), Failure("disk full"), "disk full"),  # it is not hidden
-    (NoPlaceError("no GPU"), None, "no GPU"),
+    (RunStoppedError("SIGTERM"), None, None),
+    (RunStoppedError("SIGTERM"), Failure("disk full"), "disk full"),  # it is not hidden
+    (RunFailedError("no GPU"), None, "no GPU"),
 ])  # fmt: skip
 def test_a_stop_before_there_are_workers_is_no_failure(error, failure, told, tmp_path, monkeypatch):
     attempts = Attempts(tmp_path, failure=failure)

@@ -41,7 +41,6 @@ from vit_ray.experiments.trials import (
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import add_to_ended
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import (
     EVAL_TOP1,
     STUDY_CELLS,
@@ -49,7 +48,7 @@ from vit_ray.metric_names import (
     TRANSFER_GROUP,
     TRANSFER_MEAN_TOP1,
 )
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, RunFailedError
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,8 @@ from vit_ray.launch.resolved_run import (
 )
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import OpenRun
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
-from vit_ray.outcomes import EventKind, RunStoppedError, TrialState
+from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError, TrialState
 from vit_ray.storage import locate
 
 # Trains configurations of `SweepPlan.train`; returns the results with their `config`, in order.

@@ -36,9 +36,8 @@ from vit_ray.launch.resolved_run import Kind, ResolvedRun
 from vit_ray.launch.run import Following, top1_of, train
 from vit_ray.launch.run_record import NOTE, OpenRun, description, open_record
 from vit_ray.launch.terminal import shown_progress, stopping_on_signals
-from vit_ray.launch.workers import RunDivergedError
 from vit_ray.lock import hold_lock
-from vit_ray.outcomes import RunStoppedError, TrialState
+from vit_ray.outcomes import RunDivergedError, RunStoppedError, TrialState
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.store_requests import redact_uri

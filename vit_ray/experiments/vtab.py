@@ -28,9 +28,8 @@ from vit_ray.experiments.trials import (
 from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.resolved_run import ResolvedRun, check_weights, resolve_run
 from vit_ray.launch.run import Following
-from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, RunFailedError
 from vit_ray.paper import TABLE_9, VTAB_TASKS
 from vit_ray.storage import locate
 

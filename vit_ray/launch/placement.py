@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 
 from vit_ray.launch.connection import live_nodes
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError
 from vit_ray.worker.job import TrainJob
 
 STRATEGY: Final = "PACK"
@@ -32,14 +32,6 @@ _PATIENCE_S: Final = 5.0
 _REPORT_EVERY_S: Final = 10.0
 # How long a group waits for other nodes than those that have failed, which may be repaired by then
 _OTHERS_S: Final = 60.0
-
-
-class NoPlaceError(Exception):
-    """A worker group was not placed on the cluster in time."""
-
-
-class StoppedWaitingError(NoPlaceError):
-    """The run was asked to stop before its worker group was placed; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +79,8 @@ class PlaceFinder:
                 had started; the time limit then counts from there.
 
         Raises:
-            NoPlaceError: there was no room within `workers.place_timeout_minutes`.
-            StoppedWaitingError: the run was asked to stop.
+            RunFailedError: there was no room within `workers.place_timeout_minutes`.
+            RunStoppedError: the run was asked to stop; the text is the reason.
         """
         began_s = reported_s = self._clock()
         if lost_since_s is not None:
@@ -110,19 +102,19 @@ class PlaceFinder:
         """Record the wait for workers as an event.
 
         Raises:
-            NoPlaceError: the wait exceeds the limit.
+            RunFailedError: the wait exceeds the limit.
         """
         waited_s, limit = self._clock() - began_s, self._job.recipe.workers.place_timeout_minutes
         text = f"no workers for {waited_s:.0f} s: {why}"
         if waited_s > 60 * limit:
-            raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit:g})")
+            raise RunFailedError(f"{text} (workers.place_timeout_minutes={limit:g})")
         self._job.record.event(EventKind.NO_PLACE, text, 0)
 
     def _has_place(self, size: int, labels: dict[str, str]) -> bool:
         """Whether the cluster places a group within some seconds, and can read beside it.
 
         Raises:
-            StoppedWaitingError: as `found`.
+            RunStoppedError: as `found`.
         """
         end_s = self._clock() + _PATIENCE_S
         with self._asked_for(size, labels) as group:
@@ -132,7 +124,7 @@ class PlaceFinder:
                         return True
                     time.sleep(LOOK_S)  # no CPU would be free for reading
                 if reason := self._job.record.stop_reason():
-                    raise StoppedWaitingError(reason)
+                    raise RunStoppedError(reason)
         return False
 
     def has_larger(self, place: Place) -> bool:

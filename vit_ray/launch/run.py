@@ -37,10 +37,10 @@ from vit_ray.launch.resolved_run import (
 )
 from vit_ray.launch.run_record import OpenRun, end_record, open_record, training_cost
 from vit_ray.launch.terminal import shown_progress, stopping_on_signals
-from vit_ray.launch.workers import RunFailedError, run_workers
+from vit_ray.launch.workers import run_workers
 from vit_ray.lock import hold_lock
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1, with_best
-from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind, RunStoppedError
+from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind, RunFailedError, RunStoppedError
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 from vit_ray.tracking.recorder import FIRST_ANSWER_S
 from vit_ray.worker.job import TrainJob

@@ -41,14 +41,14 @@ from vit_ray.launch.failures import (
     failing_node,
     micro_batch_limit,
 )
-from vit_ray.launch.placement import (
-    STRATEGY,
-    NoPlaceError,
-    Place,
-    PlaceFinder,
-    StoppedWaitingError,
+from vit_ray.launch.placement import STRATEGY, Place, PlaceFinder
+from vit_ray.outcomes import (
+    EventKind,
+    Failure,
+    RunDivergedError,
+    RunFailedError,
+    RunStoppedError,
 )
-from vit_ray.outcomes import EventKind, Failure
 from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
@@ -71,14 +71,6 @@ _UNAVAILABLE: Final = (ray.exceptions.RayError, RuntimeError, OSError)
 _MIN_TIMEOUT_S: Final = 120.0
 # Ray Train's controller polls every rank: 1.4 ms of its CPU each.
 _RANKS_PER_POLL_S: Final = 128
-
-
-class RunFailedError(RuntimeError):
-    """The run ended in an error; the message has the cause."""
-
-
-class RunDivergedError(RunFailedError):
-    """The loss or gradient is not finite: the same recipe would diverge again."""
 
 
 def run_workers(
@@ -157,10 +149,12 @@ class Run:
                 lost_since_s = place.since_s if lost_place(ended.error) else None
                 if lost_since_s is None and self._is_over(ended):
                     return
+                reason = None
                 with contextlib.suppress(*_UNAVAILABLE):
-                    if reason := self._job.record.stop_reason():
-                        raise StoppedWaitingError(reason)
-        except StoppedWaitingError as stop:
+                    reason = self._job.record.stop_reason()
+                if reason:
+                    raise RunStoppedError(reason)
+        except RunStoppedError as stop:
             if failure := self._job.record.failure():
                 raise _error_of(failure) from stop
             saved = "so no checkpoint was written"
@@ -168,8 +162,6 @@ class Run:
                 saved = f"the newest checkpoint is of step {newest}"
             text = f"{stop}; no workers were running, {saved}"
             self._job.record.event(EventKind.STOPPED, text, 0, ARRIVAL_S)
-        except NoPlaceError as error:
-            raise RunFailedError(str(error)) from error
 
     def _is_over(self, ended: Ended) -> bool:
         """Whether the run has ended with this attempt.

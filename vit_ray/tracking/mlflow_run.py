@@ -192,11 +192,7 @@ class RunWriter:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)
         # Last, since MLflow may refuse a tag of the user's; it replaces no key.
-        user_tags = [
-            RunTag(k, v[:MAX_TAG_CHARS]) for k, v in record["user_tags"].items() if k not in TAGGED
-        ]
-        if user_tags:
-            self.client.log_batch(self.run_id, tags=user_tags)
+        self._tag({k: v for k, v in record["user_tags"].items() if k not in TAGGED})
 
     def _tag(self, tags: dict[str, Any]) -> None:
         stored = [RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]

@@ -91,8 +91,6 @@ _REPEATED: Final = (
 _MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
 _MAY_CHANGE: Final = {"destination", "max_rejected_fraction"}
-# Settings of a conversion that are no keys of `convert`.
-_OTHER_SETTINGS: Final = ("seed", "version")
 # Version of the files in the staging folder, and of `source.json`.
 _VERSION: Final = 11
 
@@ -115,7 +113,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     check_destination(config)
     # A restart must have the same settings.
     keys = config.model_dump(mode="json", exclude=_MAY_CHANGE)
-    settings: dict[str, Any] = {"version": _VERSION, "seed": seed, **keys}
+    settings = {"version": _VERSION, "seed": seed} | {f"convert.{k}": v for k, v in keys.items()}
     folder = locate(config.destination)
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
     if manifest.exists() and not staging.exists():
@@ -126,7 +124,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
         plan = _earlier_plan(config, settings, folder) or _new_plan(config, settings, folder)
         if not (was_done := manifest.exists()):
             make_shards(plan, config)
-            commit(plan, folder, config.max_rejected_fraction, lock_number)
+            commit(plan, config, lock_number)
     staging.delete()
     return report_of(folder, was_done=was_done)
 
@@ -189,7 +187,7 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
     what = f"convert.destination={folder.uri!r} {holds}"
     record = read_facts(file)
     differences = [
-        f"{'' if key in _OTHER_SETTINGS else 'convert.'}{key}={value!r} (it was {then!r})"
+        f"{key}={value!r} (it was {then!r})"
         for key, value in settings.items()
         if (then := record["settings"].get(key)) != value
     ]
@@ -248,7 +246,7 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
         if not config.in_place:
             if units[0].format in _MAY_REPEAT:
                 rows = without_repeats(rows)
-            with_retries(lambda: write_lists(plan, rows, staging), "writing the shard lists")
+            with_retries(lambda: write_lists(plan, config, rows), "writing the shard lists")
     write_facts(folder.child(SOURCE_FILE), asdict(plan))
     return plan
 
@@ -264,14 +262,16 @@ def _num_shards(facts: SourceFacts, rows: pa.Table, seed: int, config: ConvertCo
     return shards_for(image_bytes, facts.rows, config)
 
 
-def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
+def write_lists(plan: Plan, config: ConvertConfig, source_rows: pa.Table) -> None:
     """Shuffle all rows, and write the list of rows of each shard."""
     order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
-    rows = int(plan.settings["rows_per_row_group"])
     # A row group is never divided between shards.
-    groups = -(-plan.num_images // rows)
-    firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
-    batches = source_rows.to_batches()
+    groups = -(-plan.num_images // config.rows_per_row_group)
+    firsts = [
+        shard * groups // plan.num_shards * config.rows_per_row_group
+        for shard in range(plan.num_shards)
+    ]
+    staging, batches = locate(config.destination).child(STAGING_FOLDER), source_rows.to_batches()
     for shard, (first, end) in enumerate(itertools.pairwise([*firsts, plan.num_images])):
         numbers = order.ranks(np.arange(first, end, dtype=np.int64))
         with parquet_output(staging.child(LIST.format(shard)), ROW_SCHEMA) as writer:

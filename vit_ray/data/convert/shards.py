@@ -259,13 +259,14 @@ def report_of(folder: Location, *, was_done: bool) -> ConvertReport:
     return ConvertReport(**fields, fingerprint=fingerprint, was_done=was_done)
 
 
-def commit(plan: Plan, folder: Location, max_rejected_fraction: float, lock_number: int) -> None:
+def commit(plan: Plan, config: ConvertConfig, lock_number: int) -> None:
     """Check the shards, and write the lists, the report and, last, the manifest.
 
     Raises:
         ValueError: too much is rejected, a shard is not as it was written, or another conversion
             has taken the folder over. The same call can be repeated.
     """
+    folder = locate(config.destination)
     staging = folder.child(STAGING_FOLDER)
     results = [staging.child(_RESULT.format(shard)) for shard in range(plan.num_shards)]
     written, rejected = list[ShardResult](), list[tuple[str, str]]()
@@ -290,7 +291,7 @@ def commit(plan: Plan, folder: Location, max_rejected_fraction: float, lock_numb
                 written.append(replace(result, rejected=[], damaged=[], label_counts=Counter()))
             else:
                 folder.child(shard_name(result.shard, plan.num_shards)).delete()
-    _check_rejected(plan, folder, counts["rejected"], max_rejected_fraction, rejected)
+    _check_rejected(plan, config, counts["rejected"], rejected)
     files = [
         ShardFile(shard_name(r.shard, plan.num_shards), sum(r.rows), r.bytes, r.crc32, *r.images)
         for r in written
@@ -310,37 +311,36 @@ def commit(plan: Plan, folder: Location, max_rejected_fraction: float, lock_numb
         "num_shards": len(written),
         "bytes": sum(result.bytes for result in written),
         "label_histogram": histogram,
-        "notes": _notes(plan, histogram, counts["turned"]),
+        "notes": _notes(plan, config, histogram, counts["turned"]),
     }
     folder.child(REPORT_FILE).write(json.dumps(report, indent=1).encode())
     delete_files(folder, f"({OUTPUT}){HALF_WRITTEN}")  # of killed conversions
-    _write_manifest(plan, folder, written, files)
+    _write_manifest(plan, config, written, files)
 
 
 def _check_rejected(
-    plan: Plan,
-    folder: Location,
-    num_rejected: int,
-    max_fraction: float,
-    rejected: list[tuple[str, str]],
+    plan: Plan, config: ConvertConfig, num_rejected: int, rejected: list[tuple[str, str]]
 ) -> None:
     alternative = ""
     if num_rejected < plan.num_images:
-        if num_rejected / plan.num_images <= max_fraction:
+        if num_rejected / plan.num_images <= config.max_rejected_fraction:
             return
         fraction = -(-100 * num_rejected // plan.num_images) / 100
         alternative = f", or leave them out with convert.max_rejected_fraction={fraction:g}"
     raise ValueError(
         f"{num_rejected} of {plan.num_images} files of the source are not usable images, above "
-        f"convert.max_rejected_fraction={max_fraction}; the first is {rejected[0][0]!r}: "
-        f"{rejected[0][1]}. {folder.child(REJECTED_FILE).uri} lists all. Mend or remove them and "
-        f"run the command again{alternative}"
+        f"convert.max_rejected_fraction={config.max_rejected_fraction}; the first is "
+        f"{rejected[0][0]!r}: {rejected[0][1]}. "
+        f"{locate(config.destination).child(REJECTED_FILE).uri} lists all. Mend or remove them "
+        f"and run the command again{alternative}"
     )
 
 
-def _notes(plan: Plan, histogram: dict[str, int], num_turned: int) -> list[str]:
+def _notes(
+    plan: Plan, config: ConvertConfig, histogram: dict[str, int], num_turned: int
+) -> list[str]:
     turned = "were turned as their EXIF says"
-    if not plan.settings["apply_orientation"]:
+    if not config.apply_orientation:
         turned = (
             "have an orientation in EXIF and are kept as they are stored; "
             "convert.apply_orientation=true turns them as viewers show them"
@@ -383,7 +383,7 @@ def _check_shards(folder: Location, written: list[ShardResult], files: list[Shar
 
 
 def _write_manifest(
-    plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
+    plan: Plan, config: ConvertConfig, written: list[ShardResult], files: list[ShardFile]
 ) -> None:
     rows = np.concatenate([r.rows for r in written])
     lists = (numbers for r in written for numbers in r.dropped or [[]] * len(r.rows))
@@ -397,9 +397,9 @@ def _write_manifest(
         bytes=np.concatenate([r.row_group_bytes for r in written]),
         dropped=dropped,
     )
-    facts = {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
+    facts = {name: getattr(config, name) for name in ABOUT if getattr(config, name)}
     write_manifest(
-        folder,
+        locate(config.destination),
         columns,
         files=files,
         classes=plan.classes,

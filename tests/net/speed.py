@@ -6,7 +6,6 @@ A measurement is a command or two that users have, on data that its own tree has
 ratio is of the figures of one round, this tree's by the other's: its median, least and greatest.
 """
 
-import contextlib
 import functools
 import json
 import statistics
@@ -16,8 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
 
 from tests.net import cluster
 from tests.net.cluster import Command, Environment, wait_until
@@ -96,40 +93,6 @@ def checkpoint_stall(folder: Path, own: Environment) -> Figures:
     return {"s": statistics.median(values(folder, "stall", "checkpoint/stall_s"))}
 
 
-def step_cpu(folder: Path, own: Environment) -> Figures:
-    """CPU time of a step in all processes of a training: of 640 steps less 40."""
-    # Ray's workers write their title over their environment, by which `_cpu_s` finds them.
-    own = {**own, "SPT_NOENV": "1"}
-    convert_digits(folder, own)
-    seconds = {}
-    for steps in (40, 640):
-        recipe = write_recipe(
-            folder, f"{steps}-steps", optim={"steps": steps}, data={"eval": None},
-            checkpoint={"every_steps": None},
-        )  # fmt: skip
-        command, used = Command(own, "pretrain", str(recipe)), dict[int, float]()
-        deadline_s = time.monotonic() + 900
-        while command.process.poll() is None:  # a process is as it was when it was last seen
-            if time.monotonic() > deadline_s:
-                command.process.kill()
-            used |= _cpu_s(own)
-            time.sleep(0.05)
-        command.must_end()
-        seconds[steps] = sum(used.values())
-    return {"CPU ms": (seconds[640] - seconds[40]) / 600 * 1e3}
-
-
-def _cpu_s(own: Environment) -> dict[int, float]:
-    """CPU seconds so far of each process with the token of an environment, by its id."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RAY_AUTH_TOKEN") == own["RAY_AUTH_TOKEN"]:
-                times = process.cpu_times()
-                found[process.pid] = times.user + times.system
-    return found
-
-
 def fault_recovery(folder: Path, _: Environment) -> Figures:
     """From two seconds after a worker's or the driver's death to the end of the run."""
     found = {}
@@ -182,7 +145,7 @@ def _timed(folder: Path, own: Environment, *words: str) -> Figures:
 
 
 _ALL: tuple[Callable[[Path, Environment], Figures], ...] = (
-    stream, stream_s3, stream_scale, step_cpu, checkpoint_stall, fault_recovery, start, convert,
+    stream, stream_s3, stream_scale, checkpoint_stall, fault_recovery, start, convert,
     quickstart, sweep,
 )  # fmt: skip
 MEASURES = {one.__name__: one for one in _ALL}

@@ -23,7 +23,6 @@ from tests.data.convert.archives import (
 )
 from tests.data.converting import config_of, convert
 from tests.data.pictures import encoded, jpeg, picture, turned, write_class_folders
-from tests.data.s3_server import serve_s3, this_process_uses
 from vit_ray.commands import predict
 from vit_ray.data import open_dataset, shard_writer
 from vit_ray.data.convert import checks, rows
@@ -245,13 +244,8 @@ def test_a_row_group_ends_where_its_images_have_enough_bytes(tmp_path, monkeypat
 
 def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MOST_IMAGE_BYTES", 10)
-    write_files(tmp_path / "b", {"0": b"0" * 10, "1": b"1" * 11})
-    with serve_s3(tmp_path) as port, this_process_uses(port):
-        for place in ("s3://b", str(tmp_path / "b")):
-            assert Row("0", path=f"{place}/0").read() == b"0" * 10
-            for row in (Row("1", path=f"{place}/1"), Row("3", path="none", length=11)):
-                with pytest.raises(ValueError, match="it has 11 bytes, and an image at most 10"):
-                    row.read()
+    with pytest.raises(ValueError, match="it has 11 bytes, and an image at most 10"):
+        Row("3", path="none", length=11).read()
 
 
 def test_every_format_that_is_decoded_is_found(tmp_path):

@@ -56,9 +56,10 @@ def test_what_cannot_be_read_is_rejected(tmp_path):
     (root / "beside.jpg").write_bytes(IMAGES["cat/0.jpg"])
     assert len(converted(root, tmp_path / "set", max_rejected_fraction=0.5)) == 18
     assert rejections(tmp_path / "set") == {
-        "cat/pipe.jpg": "it is not a regular file",
-        "cat/gone.jpg": "it cannot be read: No such file or directory",
-        "cat/itself": "it cannot be read: Too many levels of symbolic links",
+        **dict.fromkeys(
+            ("cat/pipe.jpg", "cat/gone.jpg", "cat/itself"),
+            "it is a broken link or not a regular file",
+        ),
         "dog/caf\\udce9.jpg": "its name or its label is not valid UTF-8",
         "beside.jpg": "it is not in a class folder",
     }
@@ -172,8 +173,10 @@ def test_class_folders_are_not_looked_for_at_the_wrong_depth(tmp_path, pattern, 
 def test_folders_of_images_that_are_splits_by_their_names_are_no_classes(tmp_path, folders):
     root = write_files(tmp_path / "s", numbered(*(f"{name}/1.jpg" for name in folders)))
     write_files(root, {"annotations/a.json": "{}"})
-    with pytest.raises(ValueError, match=rf"{', '.join(folders)}, which are splits"):
+    with pytest.raises(ValueError, match=r"has several splits: train, validation"):
         convert(root, tmp_path / "set")
+    with pytest.raises(ValueError, match=rf"expected .*/{folders[1]}/CLASS/IMAGE; .*format=folder"):
+        convert(root, tmp_path / "set", split="val")
     assert {unit.name for unit in units(root, format="folder")} >= {*folders}
 
 
@@ -257,7 +260,7 @@ def test_a_path_that_exists_is_no_pattern(tmp_path):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["a", "{000..003}", "{8..11}x", "{3..1}", "{a,b}/{0..1}", "{a,b{1,2}}", "{}", "{x}", "a{,b}"],
+    ["a", "{000..003}", "{8..11}x", "{3..1}", "{a,b}/{0..1}", "{}", "{x}", "a{,b}"],
 )
 def test_braces_stand_for_what_a_shell_makes_of_them(pattern):
     shell = subprocess.run(

@@ -181,8 +181,10 @@ def test_labels_outside_the_classes_are_rejected(tmp_path):
     source = source_of(tmp_path / "s", "a.parquet", [-1, 2, None, 1, 1], CAT_AND_DOG)
     assert len(converted(source, tmp_path / "set", max_rejected_fraction=0.7)) == 2
     assert rejections(tmp_path / "set") == {
-        "a/00000000": "its label is -1 (by convention: not labelled), of 2 classes",
-        "a/00000001": "its label is 2, of 2 classes",
+        "a/00000000": (
+            "its labels [-1] (-1 by convention: not labelled) are not all of the 2 classes"
+        ),
+        "a/00000001": "its labels [2] are not all of the 2 classes",
         "a/00000002": "it has no label",
     }
     convert(source, tmp_path / "in place", in_place=True, max_rejected_fraction=0.7)
@@ -256,8 +258,7 @@ def test_of_several_images_and_labels_the_user_chooses(tmp_path, name):
         rows = converted(source, tmp_path / label_field, **options)
         assert list(labels_of(rows).values()) == [label]
         assert [image for image, _ in rows.values()] == [IMAGES[1]]
-    # Of records, `label` alone is a usual name.
-    for label_field in ("kind",) if name == "a.tfrecord" else ("kind", None):
+    for label_field in ("kind", None):
         options = {"image_field": image_field, "label_field": label_field}
         with pytest.raises(ValueError, match=r"field for the label \(.*\), and has class"):
             converted(source, tmp_path / f"none {label_field}", **options)

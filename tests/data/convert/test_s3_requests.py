@@ -55,31 +55,15 @@ def test_each_further_image_is_asked_for_once(tmp_path, layout, monkeypatch):
     assert 1 <= further <= 1.1
 
 
-NO_OBJECTS = {
-    "sources": "names no object",
-    "No such bucket/x.jpg": "names no object",
-    "sources/a/../x.jpg": "without empty parts, '.' and '..'",
-    "sources/" + "x" * 1025: "of at most 1,024 bytes",
-    "sources/none.jpg": "no such file: s3://sources/none.jpg",
-}
-
-
-def test_a_path_that_no_object_has_is_the_error_of_one_image(tmp_path):
-    """A store answers some of them as it answers a request that is wrong as a whole."""
-    (tmp_path / "sources").mkdir()
-    with serve_s3(tmp_path) as port, this_process_uses(port):
-        for path, reason in NO_OBJECTS.items():
-            with pytest.raises(ValueError, match=reason):
-                Row("key", path=f"s3://{path}").read()
-
-
-def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
+def test_an_object_that_is_denied_or_missing_is_one_rejected_row(tmp_path):
     images = {f"all/cat/{i}.jpg": jpeg(i) for i in range(4)}
     one = {"Effect": "Deny", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::source/all/cat/2*"}
     with serve_s3_with_policy({"source": images}) as allow:
         policy = policy_of({"source": ("list", "read")})
         allow(policy | {"Statement": [*policy["Statement"], one]})
         report = convert("s3://source/all", tmp_path / "set", max_rejected_fraction=0.5)
+        with pytest.raises(ValueError, match=r"it cannot be read: s3://source/all/none\.jpg"):
+            Row("key", path="s3://source/all/none.jpg").read()
     assert report.num_images == 3
     ((key, reason),) = rejections(tmp_path / "set").items()
     assert key == "cat/2.jpg"

@@ -70,11 +70,11 @@ def test_each_bad_row_of_a_csv_is_rejected_alone(folder):
     os.symlink("itself", folder / "itself")
     file = folder / "list.csv"
     bad: dict[bytes, tuple[str, str]] = {
-        b",cat": (f"{file}#22", "it has no path"),
+        b",cat": (f"{file}#22", "its path is ''"),
         b"000.jpg,tench, Tinca": (f"{file}#23", "it has 3 fields, the header 2"),
         b"000.jpg": (f"{file}#24", "it has 1 fields, the header 2"),
         b"caf\xe9.jpg,cat": ("caf\\udce9.jpg", "not valid UTF-8"),
-        b"none.jpg,cat": ("none.jpg", "no such file"),
+        b"none.jpg,cat": ("none.jpg", "No such file"),
         b"/dev/zero,cat": ("/dev/zero", "not a regular file"),
         b"nul\0.jpg,cat": ("nul\0.jpg", "null"),
         b".,cat": (".", "not a regular file"),
@@ -115,8 +115,8 @@ def test_the_end_of_a_list_inside_quotes_is_an_error_with_its_line(folder, line)
 REJECTED = {
     "a closing quote is missing": ({10: '008.jpg,"cat,n', 11: '009.jpg,"dog",n'}, 11, "'\"'"),
     "of many lines": ({10: '008.jpg,cat,"n', 15: '013.jpg,dog,"n"'}, 15, "'\"'"),
-    "of a label, closed late": ({10: '008.jpg,"cat', 12: 'x",n'}, 12, "its label has a line"),
-    "of a path, closed late": ({10: '"008', 12: '.jpg",cat,n'}, 12, "its path has a line"),
+    "of a label, closed late": ({10: '008.jpg,"cat', 12: 'x",n'}, 12, "has a line break"),
+    "of a path, closed late": ({10: '"008', 12: '.jpg",cat,n'}, 12, "has a line break"),
     "of a note": ({10: '008.jpg,cat,"n', 13: '011.jpg,dog,5"'}, 13, "is itself a row"),
     "an opening quote is missing": ({10: '008.jpg,cat",n'}, 10, 'write ""'),
     "a quote behind quotes": ({10: '008.jpg,"cat"s,n'}, 10, "'\"'"),
@@ -144,10 +144,9 @@ def test_each_bad_line_of_json_is_rejected_alone(folder):
         b'{"path": "a.jpg"': ("#23", "not JSON"),
         b"\xff\xfe": ("#24", "not JSON"),
         b"[" * 10**5: ("#25", "recursion"),
-        b'{"path": "", "label": "c"}': ("#26", "one field for the image"),
-        b'{"path": 3.5, "label": "c"}': ("#27", "of type float"),
+        b'{"path": "", "label": "c"}': ("#26", "its path is ''"),
+        b'{"path": 3.5, "label": "c"}': ("#27", "its path is 3.5"),
         b'{"label": "cat"}': ("#28", "field for the image"),
-        b'{"path": "025.jpg", "label": "' + b"x" * (1 << 21): ("#29", "has 1,048,576 bytes or"),
         b'{"path": "\\ud800", "label": "c"}': ("\\ud800", "UTF-8"),
         b'{"path": "022.jpg", "label": true}': ("022.jpg", "of type bool"),
         b'{"path": "023.jpg", "label": {}}': ("023.jpg", "of type dict"),

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, Any, Final
 
 import cv2
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -33,27 +33,20 @@ from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
 
 from vit_ray.data.convert.labels import (
+    LABEL_FIELDS,
     MAX_TEXT_BYTES,
-    Labels,
-    checked_label,
     checked_names,
     chosen_field,
     json_object,
     labelled,
-    labels_of_record,
-    labels_of_value,
     row_or_problem,
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
+from vit_ray.data.convert.tables import IMAGE_FIELDS
 from vit_ray.data.images import IMAGE_SUFFIXES, decode, is_hidden
 from vit_ray.storage import Location, is_of_the_store, locate
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-_SAME_FILE_TWICE: Final = (
-    "a file of its name and suffix stands in the archive again; give each sample a name"
-)
-_IMAGE_FIELDS: Final = ("image", "image/encoded")
-_LABEL_FIELDS: Final = ("label", "labels")
 _HEADER: Final = struct.Struct("<QI")
 _CHECKSUM: Final = struct.Struct("<I")
 _CLEVR_DISTANCES: Final = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
@@ -65,14 +58,8 @@ _KITTI_VEHICLES: Final = (0, 1, 2)
 _MIN_OBJECTS: Final = 3
 
 
-class _File(NamedTuple):
-    offset: int
-    size: int
-    is_plain: bool
-
-
-# The name of a sample, and its files by suffix.
-_Sample = tuple[str, dict[str, _File]]
+# The name of a sample, and its files by suffix: where each is, or None if it is no plain file.
+_Sample = tuple[str, dict[str, tuple[int, int] | None]]
 
 
 def tar_rows(unit: Unit) -> Iterator[Row]:
@@ -82,38 +69,29 @@ def tar_rows(unit: Unit) -> Iterator[Row]:
         DamagedUnitError: the archive is truncated or broken.
         ValueError: the archive has images without any labels, or other archives.
     """
-    shard, image_field = unit.name.removesuffix(".tar"), unit.config.image_field
-    wanted = {image_field} if image_field else IMAGE_SUFFIXES
+    shard, config = unit.name.removesuffix(".tar"), unit.config
+    wanted = {config.image_field} if config.image_field else IMAGE_SUFFIXES
     with unit.opened() as (file, size):  # tarfile reads 512 bytes at a time
         samples = _samples(_members(file, size, unit.path))
         endings = {suffix.rpartition(".")[2] for _, files in samples for suffix in files}
-        command = 'mkdir IMAGES && tar -xf ARCHIVE -C IMAGES", and convert IMAGES'
-        if "tar" in endings:
+        has_labels = config.label_field is not None or endings & {"cls", "json"}
+        if "tar" in endings or (endings & IMAGE_SUFFIXES and not has_labels):
             raise ValueError(
-                f'{unit.path!r} holds other archives; unpack it: "{command}, or unpack those in '
-                "it, too"
-            )
-        has_labels = unit.config.label_field is not None or endings & {"cls", "json"}
-        if endings & IMAGE_SUFFIXES and not has_labels:
-            raise ValueError(
-                f"{unit.path!r} has images, but no labels (.cls or .json). If its folders are "
-                f'classes, unpack it: "{command}; if it has the images of one class, as in '
-                "ImageNet-21k, unpack each archive into a folder of its name: "
-                '"mkdir CLASS && tar -xf CLASS.tar -C CLASS"'
+                f"{unit.path!r} has images without labels (.cls, .json), or other archives. If its "
+                'folders are classes, unpack it and those in it: "mkdir IMAGES && tar -xf ARCHIVE '
+                '-C IMAGES"; if it has the images of one class, as in ImageNet-21k: "mkdir CLASS '
+                '&& tar -xf CLASS.tar -C CLASS"; and convert the folder of class folders'
             )
         counts = Counter(name for name, _ in samples)
         for name, files in samples:
             row, images = Row(f"{shard}/{name}"), [suffix for suffix in files if suffix in wanted]
-            dotted = [s for s in files if s.rpartition(".")[2] in wanted and not images]
+            dotted = [suffix for suffix in files if suffix.rpartition(".")[2] in wanted]
             if counts[name] > 1:  # it is unknown which label belongs to which image
-                yield replace(row, problem=_SAME_FILE_TWICE)
-            elif dotted:
-                for suffix in dotted:
-                    yield Row(
-                        f"{row.key}.{suffix}",
-                        problem="its name has several dots, so that WebDataset takes it for the "
-                        f"file {suffix!r} of the sample {row.key!r}; replace all dots but the last",
-                    )
+                problem = "a file of its name is in the archive again; give each sample a name"
+                yield replace(row, problem=problem)
+            elif dotted and not images:
+                problem = "its name has several dots; replace all but the last"
+                yield from (Row(f"{row.key}.{suffix}", problem=problem) for suffix in dotted)
             else:
                 yield row_or_problem(row, _sample_row, unit, images, files, file)
 
@@ -154,22 +132,26 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
 def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
     """The files of each sample, adjacent or not; a suffix that repeats begins another sample."""
     samples: list[_Sample] = []
-    newest: dict[str, dict[str, _File]] = {}
+    newest: dict[str, dict[str, tuple[int, int] | None]] = {}
     for member, is_plain in members:
-        folder, _, file = member.name.rpartition("/")
         if member.isdir() or is_hidden(member.name.removeprefix("./")):
             continue
+        folder, slash, file = member.name.rpartition("/")
         stem, _, suffix = file.partition(".")
-        name, suffix = f"{folder}/{stem}" if folder else stem, suffix.lower()
+        name, suffix = f"{folder}{slash}{stem}", suffix.lower()
         if suffix in newest.get(name, {suffix}):
             newest[name] = {}
             samples.append((name, newest[name]))
-        newest[name][suffix] = _File(member.offset_data, member.size, is_plain)
+        newest[name][suffix] = (member.offset_data, member.size) if is_plain else None
     return samples
 
 
 def _sample_row(
-    row: Row, unit: Unit, images: list[str], files: dict[str, _File], file: IO[bytes]
+    row: Row,
+    unit: Unit,
+    images: list[str],
+    files: dict[str, tuple[int, int] | None],
+    file: IO[bytes],
 ) -> Row:
     """The row of a sample, with its labels and columns from its JSON and its other files.
 
@@ -179,39 +161,36 @@ def _sample_row(
         images: suffixes of the files that may be the image.
     """
     listed = sorted(files)[:20]
-    if not images:
-        raise ValueError(f"the sample has no image, only {listed}")
-    if len(images) > 1:
-        raise ValueError(
-            f"the sample has several images among {listed}; choose one with convert.image_field"
-        )
-    image = files[images[0]]
-    if not image.is_plain:
-        raise ValueError("it is a link, a sparse or a special file in the archive")
     label_field, columns = unit.config.label_field or "cls", unit.config.columns
+    if len(images) != 1:
+        raise ValueError(
+            f"the sample needs one image, and has {listed}; choose it with convert.image_field"
+        )
+    if (image := files[images[0]]) is None:
+        raise ValueError("it is a link, a sparse or a special file in the archive")
     texts = {n: _text(files, n, file) for n in {label_field, *columns} - {"json"} if n in files}
     fields: dict[str, Any] = {}
     if "json" in files and not {label_field, *columns} <= texts.keys():
-        fields = json_object(_text(files, "json", file).encode(), "its .json")
+        fields = json_object(_text(files, "json", file), "its .json")
+    row = replace(row, path=unit.path, offset=image[0], length=image[1])
     if label_field in texts:
-        labels: Labels = (checked_label(texts[label_field]),), "text"
-    elif "json" in files:
-        labels = labels_of_record(fields, unit.config.label_field)
-    else:
-        raise ValueError(f"the sample has no .{label_field} or .json label, only {listed}")
-    place = replace(row, path=unit.path, offset=image.offset, length=image.size)
-    return labelled(place, labels, fields | texts, columns)
+        return labelled(row, texts[label_field], fields | texts, unit.config, "text")
+    names = [name for name, value in fields.items() if value is not None]
+    subject = f"the sample {listed}"
+    field = chosen_field("label", unit.config.label_field, LABEL_FIELDS, names, subject)
+    return labelled(row, fields[field], fields | texts, unit.config)
 
 
-def _text(files: dict[str, _File], suffix: str, file: IO[bytes]) -> str:
+def _text(files: dict[str, tuple[int, int] | None], suffix: str, file: IO[bytes]) -> str:
     """Content of a text file; raises ValueError if it is no plain file, too large or not UTF-8."""
-    member = files[suffix]
-    if not member.is_plain:
-        raise ValueError(f"its .{suffix} is not a plain file in the archive")
-    if member.size > MAX_TEXT_BYTES:
-        raise ValueError(f"its .{suffix} has more than {MAX_TEXT_BYTES:,} bytes")
-    file.seek(member.offset)
-    return file.read(member.size).decode("utf-8-sig")
+    offset, size = files[suffix] or (0, MAX_TEXT_BYTES + 1)
+    if size > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"its .{suffix} is not a plain file in the archive, or has more than "
+            f"{MAX_TEXT_BYTES:,} bytes"
+        )
+    file.seek(offset)
+    return file.read(size).decode("utf-8-sig")
 
 
 def _example_class() -> Any:
@@ -261,7 +240,7 @@ def tfrecord_rows(unit: Unit) -> Iterator[Row]:
 
 def names_beside(unit: Unit) -> Location:
     """The file with the class names, which may not exist."""
-    name = f"{unit.config.label_field or _LABEL_FIELDS[0]}.labels.txt"
+    name = f"{unit.config.label_field or 'label'}.labels.txt"
     return locate(unit.path.rpartition("/")[0]).child(name)
 
 
@@ -281,10 +260,8 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
     while header := file.read(_HEADER.size):
         length, checksum = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         start, end = at + _HEADER.size, at + _HEADER.size + length + _CHECKSUM.size
-        if checksum != masked_crc32c(header[:8]):
-            raise DamagedUnitError(path, at, "the head of a record is cut or has another checksum")
-        if end > size:
-            raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are missing")
+        if checksum != masked_crc32c(header[:8]) or end > size:
+            raise DamagedUnitError(path, at, "a record is cut, or its head has another checksum")
         record = file.read(length) if length <= MOST_IMAGE_BYTES else b""
         file.seek(start + length)
         is_intact = file.read(_CHECKSUM.size) == _CHECKSUM.pack(masked_crc32c(record))
@@ -304,27 +281,22 @@ def _record_row(row: Row, unit: Unit, offset: int, record: bytes) -> Row:
             "the record is damaged, as its bytes have another checksum, or has more than "
             f"{MOST_IMAGE_BYTES:,} bytes"
         )
-    features, label_field = features_of(record), unit.config.label_field
-    field = chosen_field("image", unit.config.image_field, _IMAGE_FIELDS, [*features], "it")
+    features, config = features_of(record), unit.config
+    field = chosen_field("image", config.image_field, IMAGE_FIELDS, [*features], "it")
     image = features[field]
     if len(image) != 1 or not isinstance(image[0], bytes):
         raise ValueError(f"its {field!r} is not an encoded image")
-    if label_field in _BINARY:
+    if config.label_field in _BINARY:
         content = _brighter(image[0])
         row = replace(row, image=content, length=len(content))
     else:
         at = offset + record.index(image[0])  # or an earlier place with the same bytes
         row = replace(row, path=unit.path, offset=at, length=len(image[0]))
-    if label_field in VTAB_LABELS:
-        label: Any = vtab_label(label_field, features)
-    else:
-        names = [*features]
-        label = _plain(features[chosen_field("label", label_field, _LABEL_FIELDS, names, "it")])
-    fields = dict[str, Any]()
-    for name in filter(features.__contains__, unit.config.columns):
-        values = _plain(features[name])
-        fields[name] = values[0] if len(values) == 1 else values
-    return labelled(row, labels_of_value(label), fields, unit.config.columns)
+    fields = {name: _plain(features[name]) for name in config.columns if name in features}
+    if config.label_field in VTAB_LABELS:
+        return labelled(row, vtab_label(config.label_field, features), fields, config)
+    field = chosen_field("label", config.label_field, LABEL_FIELDS, [*features], "it")
+    return labelled(row, _plain(features[field]), fields, config)
 
 
 def _brighter(image: bytes) -> bytes:
@@ -333,8 +305,10 @@ def _brighter(image: bytes) -> bytes:
     return image if pixels.max() > 1 else cv2.imencode(".png", pixels * 255)[1].tobytes()
 
 
-def _plain(values: list[Any]) -> list[float | str]:
-    return [value.decode() if isinstance(value, bytes) else value for value in values]
+def _plain(values: list[Any]) -> Any:
+    """The values of a feature, with text decoded; a single value by itself."""
+    texts = [value.decode() if isinstance(value, bytes) else value for value in values]
+    return texts[0] if len(texts) == 1 else texts
 
 
 def features_of(record: bytes) -> dict[str, list[Any]]:
@@ -395,11 +369,11 @@ def vtab_label(task: str, features: Features) -> int:
     num_classes, computed = VTAB_LABELS[task]
     try:
         label = computed(features)
-    except KeyError as error:
-        names = ", ".join(sorted(features)[:20])
-        raise ValueError(f"{task} needs the feature {error}, but it only has {names}") from None
-    except TypeError:
-        raise ValueError(f"a feature for {task} is not a list of numbers") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"its label of {task} cannot be computed of its features {sorted(features)[:20]}: "
+            f"{type(error).__name__} {error}"
+        ) from error
     if not 0 <= label < num_classes:
         raise ValueError(f"its label of {task} is {label}, not one of 0 to {num_classes - 1}")
     return label

@@ -23,7 +23,6 @@ import cv2
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.files import is_pattern
 from vit_ray.data.convert.labels import SourceFacts, check_not_empty
 from vit_ray.data.convert.rows import (
     DamagedUnitError,
@@ -96,7 +95,7 @@ def check_conversion(recipe: Recipe) -> None:
             format, or the destination is in the source or taken (as `check_destination`).
     """
     config = convert_of(recipe)
-    if is_pattern(config.source) or locate(config.source).info().kind != "directory":
+    if locate(config.source).info().kind != "directory":
         units_of(config)
     check_destination(config)
 

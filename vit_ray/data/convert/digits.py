@@ -13,10 +13,9 @@ TEST_EVERY = 6  # every 6th image is held out: 300 of 1,797
 SIDE = 32  # stored larger than 8 x 8, so that crops have sub-pixel room
 
 
-def write_digits(folder: Path) -> dict[str, int]:
-    """Write `folder/train/CLASS/*.png` and `folder/test/CLASS/*.png`; returns images per split."""
+def write_digits(folder: Path) -> None:
+    """Write `folder/train/CLASS/*.png` and `folder/test/CLASS/*.png`."""
     digits = load_digits()
-    counts = {"train": 0, "test": 0}
     for index, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         split = "test" if index % TEST_EVERY == 0 else "train"
         target = folder / split / str(label)
@@ -24,5 +23,3 @@ def write_digits(folder: Path) -> dict[str, int]:
         grey = np.round(image * (255.0 / 16.0)).astype(np.uint8)
         large = cv2.resize(grey, (SIDE, SIDE), interpolation=cv2.INTER_CUBIC)
         cv2.imwrite(str(target / f"{index:04d}.png"), large)
-        counts[split] += 1
-    return counts

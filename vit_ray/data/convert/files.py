@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Final, TypeVar
 
 from vit_ray.data.convert.labels import checked_label
@@ -18,8 +18,8 @@ from vit_ray.storage import Location, local_info, locate, naming
 _ALL_SPLITS: Final = "all"
 # Maximum number of paths that braces may expand to.
 MOST_PATHS: Final = 100_000
-_BRACES: Final = re.compile(r"\{([^{}]*)\}")
-_RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
+_BRACES: Final = re.compile(r"(\{[^{}]*\})")
+_RANGE: Final = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
 GLOB: Final = re.compile(r"[*?\[]")
 _THREADS: Final = 16
 _SPLIT_OF_WORD: Final = {
@@ -57,56 +57,46 @@ def split_of(path: str) -> str | None:
     stem = file.partition(".")[0]
     if numbered := _NUMBERED.fullmatch(stem):
         return named_split(numbered[1]) or numbered[1]
-    for part in (stem, *reversed(folders)):
-        for word in re.findall("[a-z]+", part.lower()):
-            if word in _SPLIT_OF_WORD:
-                return _SPLIT_OF_WORD[word]
-    return None
+    words = chain(*(re.findall("[a-z]+", part.lower()) for part in (stem, *reversed(folders))))
+    return next(filter(None, map(named_split, words)), None)
 
 
 def choose_split(
-    items: Mapping[str | None, Sequence[Item]], wanted: str | None, source: str
+    split_of_item: Mapping[Item, str | None], wanted: str | None, source: str
 ) -> list[Item]:
     """The items of the wanted split; if `wanted` is None, of the only split.
-
-    Args:
-        items: by split; None is the key of items without a split.
 
     Raises:
         SeveralSplitsError: there are several splits, and `wanted` is None.
         ValueError: the wanted split does not exist.
     """
-    listed = ", ".join(split or "(files without a split)" for split in sorted(items, key=str))
-    if wanted == _ALL_SPLITS or (wanted is None and len(items) == 1):
-        return [item for split in sorted(items, key=str) for item in items[split]]
-    if wanted is None:
+    splits = sorted({*split_of_item.values()}, key=str)
+    listed = ", ".join(split or "(files without a split)" for split in splits)
+    if wanted is None and len(splits) > 1:
         raise SeveralSplitsError(
             f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
             f"or convert.split={_ALL_SPLITS} to make one data set from all of them",
-            tuple(items),
+            tuple(splits),
         )
-    split = named_split(wanted) or wanted
-    if split not in items:
+    if wanted in (None, _ALL_SPLITS):
+        return list(split_of_item)
+    named = named_split(wanted) or wanted
+    if named not in splits:
         raise ValueError(f"convert.split={wanted!r} is not in {source!r}; it has {listed}")
-    return list(items[split])
+    return [item for item, split in split_of_item.items() if split == named]
 
 
 def check_complete(paths: Sequence[str], source: str) -> None:
     """Raises ValueError if one of `NAME-00000-of-00003` to `NAME-00002-of-00003` is missing."""
-    sets: dict[tuple[str, str], set[int]] = {}
+    sets: dict[tuple[str, int], set[int]] = {}
     for shard in filter(None, map(_SHARD.fullmatch, paths)):
-        sets.setdefault((shard[1], shard[3]), set()).add(int(shard[2]))
-    if len({name for name, _ in sets}) < len(sets):
-        raise ValueError(
-            f"convert.source={source!r} has shards of two writings of one set, of different "
-            f"numbers: {', '.join(f'{name}-*-of-{count}' for name, count in sets)}; keep one"
-        )
+        sets.setdefault((shard[1], int(shard[3])), set()).add(int(shard[2]))
     for (name, count), numbers in sets.items():
-        if missing := sorted(set(range(int(count))) - numbers):
+        if missing := sorted({*range(count)} - numbers):
             raise ValueError(
-                f"convert.source={source!r}: {len(missing)} of the {int(count)} shards of {name!r} "
-                f"are missing, the first {missing[0]:05d}; add them, or name the files that are "
-                "to be taken in braces, such as {00000..00001}"
+                f"convert.source={source!r}: {len(missing)} of the {count} shards of {name!r} are "
+                f"missing, the first {missing[0]:05d}; add them, or name the files that are to be "
+                "taken in braces, such as {00000..00001}"
             )
 
 
@@ -116,7 +106,8 @@ def expand_braces(pattern: str) -> list[str]:
     Raises:
         ValueError: there are more than `MOST_PATHS`.
     """
-    paths = list(islice(_expanded(pattern), MOST_PATHS + 1))
+    choices = map(_choices, _BRACES.split(pattern))
+    paths = [*map("".join, islice(product(*choices), MOST_PATHS + 1))]
     if len(paths) > MOST_PATHS:
         raise ValueError(
             f"convert.source={pattern!r} gives more than {MOST_PATHS:,} files; use a glob such as "
@@ -125,55 +116,41 @@ def expand_braces(pattern: str) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def _expanded(path: str) -> Iterator[str]:
-    for braces in _BRACES.finditer(path):
-        choices: Iterable[str] = braces[1].split(",") if "," in braces[1] else []
-        if span := _RANGE.fullmatch(braces[1]):
-            first, last = int(span[1]), int(span[2])
-            width = len(span[1]) if span[1].startswith("0") else 0
-            step = 1 if first <= last else -1
-            choices = (f"{number:0{width}d}" for number in range(first, last + step, step))
-        if choices:
-            for choice in choices:
-                yield from _expanded(path[: braces.start()] + choice + path[braces.end() :])
-            return
-    yield path
-
-
-def is_pattern(source: str) -> bool:
-    """Whether an address is a pattern; the address of an existing file or folder is none."""
-    has_pattern = GLOB.search(source) or len(expand_braces(source)) > 1
-    return bool(has_pattern) and not locate(source).exists()
+def _choices(part: str) -> list[str]:
+    """What a part of a pattern stands for: the texts of braces, else the part itself."""
+    if span := _RANGE.fullmatch(part):
+        first, last = int(span[1]), int(span[2])
+        width = len(span[1]) if span[1].startswith("0") else 0
+        numbers = range(first, last + 1) or range(first, last - 1, -1)
+        return [f"{number:0{width}d}" for number in numbers[: MOST_PATHS + 1]]
+    has_choices = _BRACES.fullmatch(part) and "," in part
+    return part[1:-1].split(",") if has_choices else [part]
 
 
 def matching(source: str) -> dict[str, bool]:
-    """What a pattern matches, sorted by path, and whether each path is a folder.
+    """What a path or pattern matches, sorted, and whether each is a folder.
+
+    What exists under exactly this name is not taken for a pattern.
 
     Raises:
-        ValueError: a glob matches nothing, or a path of a brace range does not exist.
+        ValueError: a path does not exist, or a glob matches nothing.
     """
-    paths = expand_braces(source)
+    paths = [source] if locate(source).exists() else expand_braces(source)
     with ThreadPoolExecutor(_THREADS) as threads:
-        results = list(threads.map(_matches_of, paths))
-    if missing := [path for path, matches in zip(paths, results, strict=True) if not matches]:
+        matches = list(threads.map(_matches_of, paths))
+    if missing := [path for path, found in zip(paths, matches, strict=True) if not found]:
         raise ValueError(
-            f"convert.source={source!r}: nothing matches {len(missing)} of the {len(paths)} paths "
-            f"and globs in it, the first {missing[0]!r}; add the files, or change the pattern"
+            f"convert.source={source!r}: no such folder or file as {missing[0]!r}; nothing matches "
+            f"{len(missing)} of the {len(paths)} paths and globs in it; check them"
         )
-    return dict(sorted(chain.from_iterable(map(dict.items, results))))
-
-
-def named(path: str) -> dict[str, bool]:
-    """The file or folder with exactly this path, as in `matching`; empty if it does not exist."""
-    location = locate(path)
-    kind = location.info().kind
-    return {} if kind == "nothing" else {location.uri: kind == "directory"}
+    return dict(sorted(chain(*(found.items() for found in matches))))
 
 
 def _matches_of(path: str) -> dict[str, bool]:
-    if not GLOB.search(path):
-        return named(path)
     location = locate(path)
+    kind = location.info().kind
+    if kind != "nothing" or not GLOB.search(path):
+        return {} if kind == "nothing" else {location.uri: kind == "directory"}
     folder = GLOB.split(location.path)[0].rpartition("/")[0]
     with naming(location.uri):
         matches = location.filesystem.glob(location.path, detail=True)
@@ -203,15 +180,14 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
     if unit.config.format != "folder":
         _check_depth(unit, rows)
     for row in rows:
-        if _OF_CONVERSIONS & set(relative(row.path, unit.path).split("/")):
+        if _OF_CONVERSIONS.intersection(relative(row.path, unit.path).split("/")):
             raise ValueError(
                 f"convert.source: {unit.path!r} holds {row.path!r}, of a conversion; move that "
                 "folder out of the source"
             )
         key = relative(row.path, unit.folder)
         if not is_hidden(key):
-            labels = (label,) if row.problem is None else ()
-            yield replace(row, key=key, labels=labels, kind="name")
+            yield replace(row, key=key, labels=(label,), kind="name")
 
 
 def _check_depth(unit: Unit, rows: list[Row]) -> None:
@@ -244,20 +220,28 @@ def loose_images(folder: Location) -> list[str]:
 
 def _walk(folder: str, root: str) -> Iterator[Row]:
     """Everything below a folder that is not a folder; linked folders are read once."""
-    repeated = "it is a link to a folder that is read already"
-    seen = {_identity(root), _identity(folder)}
+    seen = {os.path.realpath(root), os.path.realpath(folder)}
     if len(seen) == 1:
-        yield Row("", path=folder, length=0, problem=repeated)
+        yield _linked(folder)
         return
     for path, names, files in os.walk(folder, followlinks=True, onerror=_refuse):
         # Links last, so that a folder is read under its real path, if that is below `folder`.
         names.sort(key=lambda name: (os.path.islink(f"{path}/{name}"), name))
         for name in [*names]:
-            if _identity(f"{path}/{name}") in seen:
+            real = os.path.realpath(f"{path}/{name}")
+            if real in seen:
                 names.remove(name)
-                yield Row("", path=f"{path}/{name}", length=0, problem=repeated)
-            seen.add(_identity(f"{path}/{name}"))
-        yield from (_file(f"{path}/{name}") for name in files)
+                yield _linked(f"{path}/{name}")
+            seen.add(real)
+        for name in files:
+            info = local_info(f"{path}/{name}")
+            problem = None if info.kind == "file" else "it is a broken link or not a regular file"
+            yield Row("", path=info.path, length=info.size, version=info.version, problem=problem)
+
+
+def _linked(folder: str) -> Row:
+    problem = "it is a link to a folder that is read already"
+    return Row("", path=folder, length=0, problem=problem)
 
 
 def _refuse(error: OSError) -> None:
@@ -266,20 +250,3 @@ def _refuse(error: OSError) -> None:
         f"convert.source: the folder {error.filename!r} cannot be read ({error.strerror}); grant "
         "read access, or move it away"
     ) from error
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
-def _file(path: str) -> Row:
-    problem = "it is not a regular file"
-    try:
-        os.stat(path)
-        info = local_info(path)
-        if info.kind == "file":
-            return Row("", path=path, length=info.size, version=info.version)
-    except OSError as error:
-        problem = f"it cannot be read: {error.strerror}"
-    return Row("", path=path, length=0, problem=problem)

@@ -8,9 +8,9 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,23 +18,25 @@ import pyarrow.compute as pc
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.rows import LabelKind, Row
 
-MOST_CLASSES: Final = 1_000_000
 # Maximum size of a text file in a tar shard, and of a line of a list.
 MAX_TEXT_BYTES: Final = 1 << 20
-LABEL_FIELDS: Final = ("labels", "label", "cls", "class")
+LABEL_FIELDS: Final = ("label", "labels", "fine_label", "cls", "class")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
+# An index without leading zeros, of at most a million classes.
+_INDEX: Final = re.compile(r"0|[1-9][0-9]{0,5}")
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
 # A list as text, or a one-hot or multi-hot vector as text.
 _LIST: Final = re.compile(r"[\[(].*[\])]|[01](\.0*)?([ ,;|]+[01](\.0*)?)+")
+_ONE_HOT: Final = (
+    "zeros and ones with a place for each class (one-hot or multi-hot); store the numbers or names "
+    "of its classes instead"
+)
 # Unicode's category Cc: line breaks, and characters that nobody sees.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # From this number of images on, labels of which most occur once are probably no classes.
 _MANY_IMAGES: Final = 1000
 # What tables write for a missing value, in lower case.
 _MISSING: Final = {"nan", "none", "null", "na", "n/a", "<na>", "#n/a", "nat"}
-
-Labels = tuple[tuple[str, ...], LabelKind]
-LabelsAre = Literal["auto", "names", "indices"]
 
 
 def row_or_problem(row: Row, build: Callable[..., Row], *arguments: Any) -> Row:
@@ -45,17 +47,40 @@ def row_or_problem(row: Row, build: Callable[..., Row], *arguments: Any) -> Row:
         return replace(row, problem=str(error))
 
 
-def labelled(row: Row, labels: Labels, fields: Mapping[str, Any], columns: Sequence[str]) -> Row:
-    """The row with its labels, and with the fields of `convert.columns` as text."""
-    texts, kind = labels
-    extra = tuple(stored_text(fields.get(name)) for name in columns)
-    return replace(row, labels=texts, kind=kind, extra=extra)
+def labelled(
+    row: Row,
+    value: Any,
+    fields: Mapping[str, Any],
+    config: ConvertConfig,
+    text_kind: LabelKind = "name",
+) -> Row:
+    """The row with its labels, and with the fields of `convert.columns` as text.
 
+    Args:
+        value: a text, an integer, or a list of texts or of integers.
+        text_kind: what labels are if they are texts; integers are indices.
 
-def labels_of_record(fields: Mapping[str, Any], label_field: str | None) -> Labels:
-    """Labels of an object; raises ValueError as `chosen_field` and `labels_of_value`."""
-    names = [name for name, value in fields.items() if value is not None]
-    return labels_of_value(fields[chosen_field("label", label_field, LABEL_FIELDS, names, "it")])
+    Raises:
+        ValueError: the value has another type or is empty, or it is a one-hot list.
+    """
+    values = value if isinstance(value, list) else [value]
+    if not values or None in values:
+        raise ValueError("it has no label" if value in (None, []) else "a label is null")
+    kinds = {type(v) for v in values}
+    if kinds not in ({int}, {str}):
+        types = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"its label is of type {types}; expected text, an integer, or a list of them"
+        )
+    texts = list(map(str, values)) if kinds == {int} else list(map(checked_label, values))
+    if len(texts) > len({*texts}) and {*texts} <= {"0", "1"}:
+        raise ValueError(f"its labels {texts[:9]} are {_ONE_HOT}")
+    return replace(
+        row,
+        labels=tuple(dict.fromkeys(texts)),
+        kind="index" if kinds == {int} else text_kind,
+        extra=tuple(stored_text(fields.get(name)) for name in config.columns),
+    )
 
 
 def chosen_field(
@@ -70,55 +95,16 @@ def chosen_field(
         subject: begins the error message.
 
     Raises:
-        ValueError: the wanted field does not exist, or none or several of the usual ones do.
+        ValueError: no field or several have the wanted name, or one of the usual names.
     """
     candidates = [wanted] if wanted else list(dict.fromkeys(usual))
-    existing = [name for name in candidates if name in names]
+    existing = [name for name in names if name in candidates]
     if len(existing) == 1:
         return existing[0]
     raise ValueError(
         f"{subject} needs one field for the {what} ({' or '.join(candidates)}), "
         f"and has {', '.join(sorted(names)[:20]) or 'none'}; choose it with convert.{what}_field"
     )
-
-
-def check_columns(wanted: Iterable[str], names: list[str], file: str) -> None:
-    """Raises ValueError for a column that is missing or duplicated."""
-    for name in wanted:
-        if names.count(name) != 1:
-            raise ValueError(
-                f"{file} has {names.count(name) or 'no'} columns {name!r}; it has {names[:20]}"
-            )
-
-
-def labels_of_value(value: Any) -> Labels:
-    """Labels of a value from JSON or parquet.
-
-    Raises:
-        ValueError: the value is not text, an integer, or a list of these; or it is a one-hot list.
-    """
-    values = value if isinstance(value, list) else [value]
-    if not values or None in values:
-        raise ValueError("it has no label" if value in (None, []) else "a label is null")
-    kinds = {type(v) for v in values}
-    if kinds not in ({int}, {str}):
-        types = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(
-            f"its label is of type {types}; expected text, an integer, or a list of them"
-        )
-    refuse_one_hot(values)
-    if kinds == {int}:
-        return tuple(dict.fromkeys(map(str, values))), "index"
-    return tuple(dict.fromkeys(map(checked_label, values))), "name"
-
-
-def refuse_one_hot(values: Sequence[Any]) -> None:
-    """Raises ValueError for a one-hot or multi-hot vector, of numbers or texts."""
-    if len(values) > len({*values}) and {*map(str, values)} <= {"0", "1"}:
-        raise ValueError(
-            f"its labels {list(values[:9])} are zeros and ones, with a place for each class "
-            "(one-hot or multi-hot); store the numbers or names of its classes instead"
-        )
 
 
 def json_object(content: str | bytes, subject: str = "it") -> dict[str, Any]:
@@ -238,70 +224,59 @@ def classes_of(
         ValueError: a label is not one of the names, or the meaning of the labels is not clear.
     """
     if facts.labels == {"0", "1"} and facts.counts == {2}:
-        raise ValueError(
-            "convert: every image has the labels 0 and 1, as lists do with a place for each class "
-            "(one-hot or multi-hot); store the numbers or names of its classes instead"
-        )
+        raise ValueError(f"convert: every image has the labels 0 and 1, as do {_ONE_HOT}")
     declared = sorted(facts.declared)
-    if config.classes or len(declared) == 1:
-        return _named_classes(facts, list(config.classes or declared[0]), config.labels_are)
-    if declared:
+    if len(declared) > 1 and not config.classes:
         raise ValueError(
             f"convert: files of the source declare different class names, {declared[0][:5]} and "
             f"{declared[1][:5]}; give them by convert.classes, or convert some of the files"
         )
-    if facts.rows >= _MANY_IMAGES and len(facts.labels) > facts.rows // 2:
-        raise ValueError(
-            f"convert: {facts.rows:,} images have {len(facts.labels):,} different labels, such as "
-            f"{min(facts.labels)[:60]!r}; check convert.label_field, or give convert.classes"
-        )
-    names = _unnamed_classes(facts, config.labels_are, of_folders=of_folders)
-    return names, {name: index for index, name in enumerate(names)}
+    names = list(config.classes or next(iter(declared), ()))
+    if names:
+        texts = _labels_of_classes(names, facts, config.labels_are)
+    else:
+        is_lenient = of_folders or config.labels_are == "names"
+        _refuse_odd(sorted(facts.labels), facts.rows, is_lenient=is_lenient)
+        names = texts = _unnamed_classes(facts, config.labels_are, of_folders=of_folders)
+    return names, {text: index for index, text in enumerate(texts)}
 
 
-def _named_classes(
-    facts: SourceFacts, names: list[str], labels_are: LabelsAre
-) -> tuple[list[str], dict[str, int]]:
-    """The result of `classes_of` if the class names are known.
+def _labels_of_classes(names: list[str], facts: SourceFacts, labels_are: str) -> list[str]:
+    """The label of each class whose name is known: its name or its index.
 
     Labels are indices as the recipe or the source says, else if only labels are integers.
     """
     labels, kinds = sorted(facts.labels), facts.kinds
-    numbers = list(map(str, range(len(names))))
+    indices = list(map(str, range(len(names))))
     are_indices = labels_are == "indices"
-    if labels_are == "auto" and kinds - {"name"} and names != numbers:
+    if labels_are == "auto" and kinds - {"name"} and names != indices:
         are_indices = kinds == {"index"} or all(map(_INTEGER.fullmatch, labels))
         if are_indices and kinds != {"index"} and any(map(_INTEGER.fullmatch, names)):
             raise ValueError(
                 f"convert: labels such as {labels[:5]} may be names or indices of the classes "
                 f"{names[:5]}; set convert.labels_are=names or convert.labels_are=indices"
             )
-    index_of = {label: i for i, label in enumerate(numbers if are_indices else names)}
-    if unknown := [label for label in labels if label not in index_of]:
+    texts = indices if are_indices else names
+    if unknown := sorted(facts.labels.difference(texts)):
         expected = f"indices of the {len(names)} classes" if are_indices else "in the classes"
         raise ValueError(
             f"convert: labels {unknown[:5]} are not {expected} {names[:20]}; correct "
             "convert.classes, or set convert.labels_are to names or indices"
         )
-    return names, index_of
+    return texts
 
 
-def _unnamed_classes(facts: SourceFacts, labels_are: LabelsAre, *, of_folders: bool) -> list[str]:
+def _unnamed_classes(facts: SourceFacts, labels_are: str, *, of_folders: bool) -> list[str]:
     """The class names from the labels."""
     labels = sorted(facts.labels)
-    _check_spelling(labels, is_lenient=of_folders or labels_are == "names")
-    are_numbers = "name" not in facts.kinds and all(map(_INTEGER.fullmatch, labels))
     if labels_are == "indices":
-        if wrong := [
-            text for text in labels
-            if not are_numbers or str(abs(int(text))) != text or int(text) >= MOST_CLASSES
-        ]:  # fmt: skip
+        if wrong := [text for text in labels if not _INDEX.fullmatch(text)]:
             raise ValueError(
                 f"convert.labels_are=indices: labels such as {wrong[:5]} are not integers from 0 "
-                f"to {MOST_CLASSES - 1:,}; correct them, or set convert.labels_are=names"
+                "to 999,999; correct them, or set convert.labels_are=names"
             )
         return list(map(str, range(max(map(int, labels), default=-1) + 1)))
-    if not are_numbers:
+    if "name" in facts.kinds or not all(map(_INTEGER.fullmatch, labels)):
         return labels
     numbers = sorted(map(int, labels))
     if labels_are == "auto" and not of_folders and numbers != list(range(len(numbers))):
@@ -315,7 +290,7 @@ def _unnamed_classes(facts: SourceFacts, labels_are: LabelsAre, *, of_folders: b
     return sorted(labels, key=lambda text: (int(text), text))
 
 
-def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
+def _refuse_odd(labels: list[str], num_images: int, *, is_lenient: bool) -> None:
     """Raises ValueError for two spellings of one class, and for texts that are probably no labels.
 
     Args:
@@ -325,8 +300,6 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
     advice = "correct them, or list all classes in convert.classes"
     if alike := [label for label in labels if spellings[label.casefold()] > 1]:
         raise ValueError(f"convert: the labels {alike[:4]} differ only in capitals; {advice}")
-    if is_lenient or not labels:
-        return
     missing = [label for label in labels if label.lower() in _MISSING]
     decimals = [label for label in labels if not _INTEGER.fullmatch(label)]
     problems: dict[str, object] = {
@@ -337,8 +310,12 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
         f"labels such as {decimals[:3]} are numbers with decimals, and not integers": (
             decimals and all(map(_NUMBER.fullmatch, labels))
         ),
-        f"labels such as {labels[:2]} are lists, or zeros and ones with a place for each class "
-        "(one-hot or multi-hot), and not class names": all(map(_LIST.fullmatch, labels)),
+        f"labels such as {labels[:2]} are lists, or {_ONE_HOT}": all(map(_LIST.fullmatch, labels)),
+        f"{num_images:,} images have {len(labels):,} different labels, such as "
+        f"{[label[:60] for label in labels[:1]]}; check convert.label_field": (
+            num_images >= _MANY_IMAGES and len(labels) > num_images // 2
+        ),
     }
-    if likely := [problem for problem, is_so in problems.items() if is_so]:
+    likely = [problem for problem, is_so in problems.items() if is_so]
+    if likely and labels and not is_lenient:
         raise ValueError(f"convert: {likely[0]}; {advice}, or set convert.labels_are=names")

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import io
 import os
-import re
 import stat
 import unicodedata
 from collections.abc import Iterator
@@ -44,13 +43,8 @@ LISTS: Final = ("csv", "jsonl")
 # Size of a read in bytes: each read is a request to an object store.
 _BUFFER: Final = 1 << 20
 # Errors of a file or its path, and not of the disk or this process.
-_OF_THE_FILE: Final = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-)
-# Maximum length of the name of an object on S3.
-_MAX_KEY_BYTES: Final = 1024
-# A bucket, and parts of a path that are not empty, `.` or `..`.
-_OBJECT: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}(/(?!\.{1,2}(/|$))[^/]+)+", re.DOTALL)
+_FILE_ERRORS: Final = FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError
+_FILE_ERRNOS: Final = errno.ENAMETOOLONG, errno.ELOOP
 
 # How a source marks its labels: as class names, as class indices, or not at all (`text`).
 LabelKind = Literal["name", "index", "text"]
@@ -61,7 +55,6 @@ class DamagedUnitError(ValueError):
 
     def __init__(self, path: str, offset: int, what: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset:,}: {what}")
-        self.offset = offset
 
 
 class SourceChangedError(ValueError):
@@ -145,25 +138,22 @@ class Row:
             raise ValueError(self.problem)
         if self.image is not None:
             return self.image
-        _check_size(self.length)
+        if self.length > MOST_IMAGE_BYTES:
+            raise ValueError(
+                f"it has {self.length:,} bytes, and an image at most {MOST_IMAGE_BYTES:,}"
+            )
         location = locate(self.path)
         try:
-            content = self._content(location)
-        except FileNotFoundError as error:
-            if self.version is not None:
+            return self._content(location)
+        except OSError as error:
+            if self.version is not None and isinstance(error, FileNotFoundError):
                 raise SourceChangedError(self.path) from error
-            if self.offset != WHOLE_FILE:
-                raise  # the file of packed images is gone, and with it those of many rows
-            raise ValueError(f"no such file: {self.path}") from error
-        except PermissionError as error:
-            if location.is_local or self.offset != WHOLE_FILE:
-                raise
-            check_reachable(location)  # raises if the credentials are refused for all objects
+            is_of_the_file = isinstance(error, _FILE_ERRORS) or error.errno in _FILE_ERRNOS
+            if self.offset != WHOLE_FILE or not is_of_the_file:
+                raise  # many images are in an archive or in the file of packed images
+            if isinstance(error, PermissionError):
+                check_reachable(location)  # raises if the credentials are refused for all objects
             raise ValueError(f"it cannot be read: {error}") from error
-        if self.offset != WHOLE_FILE and len(content) != self.length:
-            text = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
-            raise OSError(errno.ENODATA, text, self.path)
-        return content
 
     def _content(self, location: Location) -> bytes:
         """The bytes of the image; raises SourceChangedError if the file has another version."""
@@ -171,13 +161,14 @@ class Row:
             return _read_version(location, max(self.offset, 0), self.length, self.version)
         if self.offset != WHOLE_FILE:
             content = location.read_range(self.offset, self.length)
-        elif location.is_local:
-            content = _read_file(location)
         else:
-            content = _read_object(location)
+            content = _read_file(location) if location.is_local else location.read()
         # After the read, as the file may change during it.
         if self.version is not None and location.info().version != self.version:
             raise SourceChangedError(self.path)
+        if self.offset != WHOLE_FILE and len(content) != self.length:
+            text = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
+            raise OSError(errno.ENODATA, text, self.path)
         return content
 
 
@@ -185,30 +176,10 @@ def _read_file(location: Location) -> bytes:
     # A list and a disk may have a name in different normal forms of Unicode.
     forms = (unicodedata.normalize(form, location.path) for form in ("NFC", "NFD"))
     path = next(filter(os.path.exists, (location.path, *forms)), location.path)
-    try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        _check_size(status.st_size)
-        return replace(location, path=path).read()
-    except OSError as error:
-        if error.errno not in _OF_THE_FILE:
-            raise
-        raise ValueError(f"it cannot be read: {os.strerror(error.errno)}") from error
-
-
-def _read_object(location: Location) -> bytes:
-    """A whole object of a store, with one request."""
-    key = location.path.partition("/")[2]
-    # Names that stores refuse are errors of one image.
-    if not _OBJECT.fullmatch(location.path) or len(key.encode()) > _MAX_KEY_BYTES:
-        raise ValueError(
-            f"{location.uri} names no object; give s3://BUCKET/KEY, or a path below the list's "
-            f"folder, of at most {_MAX_KEY_BYTES:,} bytes without empty parts, '.' and '..'"
-        )
-    content = location.read_range(0, MOST_IMAGE_BYTES + 1)
-    _check_size(len(content))
-    return content
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    return replace(location, path=path).read()
 
 
 def _read_version(location: Location, start: int, count: int, etag: str) -> bytes:
@@ -224,11 +195,6 @@ def _read_version(location: Location, start: int, count: int, etag: str) -> byte
             if type(error).__name__ == "FileExpired":  # of s3fs, which few processes import
                 raise SourceChangedError(location.uri) from error
             raise
-
-
-def _check_size(size: int) -> None:
-    if size > MOST_IMAGE_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and an image at most {MOST_IMAGE_BYTES:,}")
 
 
 def printable(text: str) -> str:

@@ -13,15 +13,13 @@ from vit_ray.data.convert.files import (
     check_complete,
     choose_split,
     folder_rows,
-    is_pattern,
     loose_images,
     loose_rows,
     matching,
-    named,
     named_split,
     split_of,
 )
-from vit_ray.data.convert.rows import FOLDERS, LISTS, DamagedUnitError, Row, Unit, relative
+from vit_ray.data.convert.rows import LISTS, DamagedUnitError, Row, Unit, relative
 from vit_ray.data.images import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
 
@@ -30,19 +28,27 @@ _ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
     "loose": loose_rows,
     "webdataset": archives.tar_rows,
     "huggingface": tables.parquet_rows,
-    "csv": tables.csv_rows,
-    "jsonl": tables.jsonl_rows,
+    "csv": tables.list_rows,
+    "jsonl": tables.list_rows,
     "tfrecord": archives.tfrecord_rows,
 }
-# Formats of files, by suffix.
-_FORMATS: Final = {
+# Formats of files, and their suffixes.
+_SUFFIXES: Final = {
     "csv": "csv",
     "jsonl": "jsonl",
-    "parquet": "huggingface",
-    "tar": "webdataset",
+    "huggingface": "parquet",
+    "webdataset": "tar",
     "tfrecord": "tfrecord",
 }
-_SUFFIXES: Final = {format: suffix for suffix, format in _FORMATS.items()}
+_FORMATS: Final = {suffix: format for format, suffix in _SUFFIXES.items()}
+# Formats to which a key of `convert` applies.
+_FORMATS_WITH: Final = {
+    "in_place": ("huggingface",),
+    "columns": tuple(_SUFFIXES),
+    "label_field": tuple(_SUFFIXES),
+    "image_field": tuple(_SUFFIXES),
+    "image_pattern": LISTS,
+}
 # Kinds of compressed files, by their first bytes.
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
@@ -75,19 +81,21 @@ def rows_of(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     try:
         yield from _ROWS[unit.format](unit, **options)
     except DamagedUnitError as error:
-        head = b"" if error.offset else locate(unit.path).read_range(0, 6)
-        if names := [name for magic, name in _COMPRESSED.items() if head.startswith(magic)]:
-            raise ValueError(
-                f"{unit.path!r} is compressed with {names[0]}; decompress it first, since images "
-                "are read at their offsets in it"
-            ) from error
+        head = locate(unit.path).read_range(0, 6)
+        for magic, name in _COMPRESSED.items():
+            if head.startswith(magic):
+                raise ValueError(
+                    f"{unit.path!r} is compressed with {name}; decompress it first, since images "
+                    "are read at their offsets in it"
+                ) from error
         raise
 
 
 def declared_classes(unit: Unit) -> list[str] | None:
     """Class names declared in a file or next to it; None if there are none."""
     if unit.format == "huggingface":
-        return tables.declared_classes(unit)
+        with tables.opened(unit) as (_, columns):
+            return columns.class_names
     return archives.declared_classes(unit) if unit.format == "tfrecord" else None
 
 
@@ -98,41 +106,26 @@ def units_of(config: ConvertConfig) -> list[Unit]:
         ValueError: the source is missing or has no files of the format, a split must be chosen, or
             a key does not apply to the format.
     """
-    units = _units(config)
-    format = units[0].format
-    if config.in_place and format != "huggingface":
-        raise ValueError(
-            f"convert.in_place=true: {config.source!r} is of the format {format!r}; only parquet "
-            "files in the layout of the Hugging Face hub can be read in place"
-        )
-    for key in ("columns", "label_field", "image_field", "image_pattern"):
-        is_wrong = format in FOLDERS or (key == "image_pattern" and format not in LISTS)
-        if (value := getattr(config, key)) and is_wrong:
+    source, matches = config.source, matching(config.source)
+    folders = [locate(path) for path, is_folder in matches.items() if is_folder]
+    if not folders:
+        units = _units_of_files(config, list(matches))
+    elif len(folders) < len(matches):
+        raise ValueError(f"convert.source={source!r} matches files and folders; match one of them")
+    elif len(folders) == 1 and (folders == [locate(source)] or not loose_images(folders[0])):
+        units = _units_of_folder(config, folders[0])
+    else:
+        common = _folder_of(list(matches))
+        units = _units_of_splits(config, folders, common) or [
+            Unit("folder", path, common.uri, config) for path in matches
+        ]
+    for key, formats in _FORMATS_WITH.items():
+        if (value := getattr(config, key)) and units[0].format not in formats:
             raise ValueError(
-                f"convert.{key}={value!r} is not for the format of {config.source!r}, which is "
-                f"{format!r}; leave it out, or give a list (CSV, JSONL) of the images"
+                f"convert.{key}={value!r} is not for the format of {source!r}, which is "
+                f"{units[0].format!r}, but for {', '.join(formats)}; leave it out"
             )
     return units
-
-
-def _units(config: ConvertConfig) -> list[Unit]:
-    source, is_named = config.source, not is_pattern(config.source)
-    matches = named(source) if is_named else matching(source)
-    if not matches:
-        raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
-    if not any(matches.values()):
-        return _units_of_files(config, list(matches))
-    if not all(matches.values()):
-        raise ValueError(
-            f"convert.source={source!r} matches files and folders; match one or the other"
-        )
-    folders = list(map(locate, matches))
-    if is_named or (len(folders) == 1 and not loose_images(folders[0])):
-        return _units_of_folder(config, folders[0])
-    common = locate(_folder_of(list(matches)))
-    return _units_of_splits(config, folders, common) or [
-        Unit("folder", path, common.uri, config) for path in matches
-    ]
 
 
 def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
@@ -141,15 +134,15 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
         folders = [location.child(name) for name in folders_in(location)]
         units = _units_of_splits(config, folders, location)
         return units or _classes_in(config, location, location)
-    infos, suffix = location.list_files(recursive=format not in LISTS), _SUFFIXES[format]
+    infos = location.list_files(recursive=format not in LISTS)
     names = [relative(info.path, location.path) for info in infos]
-    names = [name for name in names if _suffix(name) == suffix and not is_hidden(name)]
+    names = [name for name in names if _kind_of(name) == format and not is_hidden(name)]
     if not names:
         raise ValueError(
             f"convert.source={config.source!r} has no files of the format {format!r}; expected "
-            f"{location.uri}/*.{suffix}"
+            f"{location.uri}/*.{_SUFFIXES[format]}"
         )
-    units = _units_of_files(config, [location.child(name).uri for name in names], location.uri)
+    units = _units_of_files(config, [location.child(name).uri for name in names], location)
     # A hub repository may have several data sets, each in its own folder.
     parts_of = (unit.name.split("/")[:-1] for unit in units)
     sets = {"/".join(p for p in parts if p != "data" and not named_split(p)) for parts in parts_of}
@@ -162,31 +155,33 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
     return units
 
 
-def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -> list[Unit]:
-    """Units for files of one format, in the chosen split."""
-    source, folder = config.source, folder or _folder_of(files)
-    formats: list[str] = [config.format]
-    if config.format == "auto":
-        if unknown := [path for path in files if _suffix(path) not in _FORMATS]:
-            raise ValueError(
-                f"convert.source={unknown[0]!r} is a file of no known format; unpack it first, or "
-                f"give a folder of class folders, or files that end in {', '.join(_FORMATS)}"
-            )
-        formats = sorted({_FORMATS[_suffix(path)] for path in files})
-    if len(formats) > 1 or formats == ["folder"]:
+def _units_of_files(
+    config: ConvertConfig, files: list[str], folder: Location | None = None
+) -> list[Unit]:
+    """Units for files of one format, in the chosen split.
+
+    Args:
+        folder: that contains the files; None if they were named one by one, or by a glob.
+    """
+    kinds = {config.format} if config.format != "auto" else set(map(_kind_of, files))
+    format, root = _one_format(kinds, config), folder or _folder_of(files)
+    # By the path below `root`: the folders above it tell nothing about single files.
+    splits = {path: split_of(relative(path, root.uri)) for path in sorted(files)}
+    chosen = choose_split(splits, config.split, config.source)
+    if folder or GLOB.search(config.source):
+        check_complete(chosen, config.source)
+    return [Unit(format, path, root.uri, config) for path in chosen]
+
+
+def _one_format(kinds: set[str], config: ConvertConfig) -> str:
+    if len(kinds) > 1 or not kinds <= _SUFFIXES.keys():
         raise ValueError(
-            f"convert.source={source!r} matches files of the formats {', '.join(formats)}; match "
-            f"one of {', '.join(_FORMATS.values())}, or class folders"
+            f"convert.source={config.source!r} has files of the formats "
+            f"{', '.join(sorted(kinds))}; choose one of {', '.join(_SUFFIXES)} with "
+            "convert.format, or by a glob such as *.tar; unpack other archives first, and give "
+            "images as a folder of class folders"
         )
-    splits: dict[str | None, list[Unit]] = {}
-    for path in files:
-        # By the path below `folder`: the folders above it tell nothing about single files.
-        unit = Unit(formats[0], path, folder, config)
-        splits.setdefault(split_of(unit.name), []).append(unit)
-    units = sorted(choose_split(splits, config.split, source), key=lambda unit: unit.path)
-    if GLOB.search(source) or not (is_pattern(source) or files == [locate(source).uri]):
-        check_complete([unit.path for unit in units], source)
-    return units
+    return next(iter(kinds))
 
 
 def _format_of(folder: Location, config: ConvertConfig) -> str:
@@ -195,46 +190,43 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
     Raises:
         ValueError: the folder has files of several formats, or a list next to class folders.
     """
-    formats, _ = _formats_in(folder)
-    if len(formats) > 1:
-        raise ValueError(
-            f"convert.source={config.source!r} has files of the formats {', '.join(formats)}; "
-            f"choose one with convert.format, or give a glob such as {config.source}/*.tar"
-        )
-    if formats and formats[0] in LISTS:
+    kinds = _kinds_in(folder) & _SUFFIXES.keys()
+    if not kinds:
+        return next(filter(None, map(_format_below, _folders_below(folder))), "folder")
+    format = _one_format(kinds, config)
+    if format in LISTS:
         with_images = (n for n in folders_in(folder) if loose_images(folder.child(n)))
         if len(classes := list(islice(with_images, 2))) > 1:
             raise ValueError(
-                f"convert.source={config.source!r} has a list ({formats[0]}) next to folders of "
-                f"images ({', '.join(classes)}); set convert.format={formats[0]} or "
+                f"convert.source={config.source!r} has a list ({format}) next to folders of "
+                f"images ({', '.join(classes)}); set convert.format={format} or "
                 "convert.format=folder"
             )
-    return formats[0] if formats else _format_below(folder) or "folder"
+    return format
 
 
-def _format_below(folder: Location, depth: int = _MAX_DEPTH) -> str | None:
-    """The format of the first folder below with images, tar, TFRecord or parquet files."""
-    for child in (folder.child(name) for name in folders_in(folder)) if depth else ():
-        formats, has_images = _formats_in(child)
-        if has_images:
-            return "folder"
-        archives = [format for format in formats if format not in LISTS]
-        if format := next(iter(archives), None) or _format_below(child, depth - 1):
-            return format
-    return None
+def _format_below(folder: Location) -> str:
+    """The format of a folder with images, tar, TFRecord or parquet files; empty for others."""
+    kinds = _kinds_in(folder)
+    archives = sorted(kinds & _SUFFIXES.keys() - {*LISTS})
+    return "folder" if "image" in kinds else next(iter(archives), "")
 
 
-def _formats_in(folder: Location) -> tuple[list[str], bool]:
-    """The formats of the files directly in a folder, sorted, and whether some are images."""
-    names = [info.base_name for info in folder.list_files(recursive=False)]
-    formats = {_FORMATS[suffix] for suffix in map(_suffix, names) if suffix in _FORMATS}
-    return sorted(formats), any(map(is_image_name, names))
+def _folders_below(folder: Location, depth: int = _MAX_DEPTH) -> Iterator[Location]:
+    for child in map(folder.child, folders_in(folder) if depth else ()):
+        yield child
+        yield from _folders_below(child, depth - 1)
 
 
-def _suffix(path: str) -> str:
-    """The suffix of a file's name in lower case; empty for hidden files."""
+def _kinds_in(folder: Location) -> set[str]:
+    return {_kind_of(info.base_name) for info in folder.list_files(recursive=False)}
+
+
+def _kind_of(path: str) -> str:
+    """The format of a file by its name; `image` for an image, and `unknown` for other files."""
     name = _SHARD_NUMBER.sub("", path.rpartition("/")[2])
-    return "" if is_hidden(name) else name.rpartition(".")[2].lower()
+    format = "unknown" if is_hidden(name) else _FORMATS.get(name.rpartition(".")[2].lower())
+    return format or ("image" if is_image_name(name) else "unknown")
 
 
 def folders_in(folder: Location) -> list[str]:
@@ -242,11 +234,11 @@ def folders_in(folder: Location) -> list[str]:
     return [name for name in folder.list_folders() if not is_hidden(name)]
 
 
-def _folder_of(paths: list[str]) -> str:
+def _folder_of(paths: list[str]) -> Location:
     """The deepest folder that contains all paths."""
     locations = list(map(locate, paths))
     folder = commonpath([location.path.rpartition("/")[0] or "/" for location in locations])
-    return Location(locations[0].protocol, folder).uri
+    return Location(locations[0].protocol, folder)
 
 
 def _units_of_splits(
@@ -255,33 +247,23 @@ def _units_of_splits(
     """The class folders in folders that are splits; none if the folders are classes themselves.
 
     Folders with names of splits are splits if no other folder has images, as a class may be named
-    `train`, too. `folder_rows` refuses class folders whose images are deeper.
+    `train`, too, and if they contain folders, or are of several splits. `folder_rows` refuses class
+    folders whose images are deeper.
 
     Raises:
-        ValueError: a split must be chosen, or folders with names of splits contain no classes.
+        ValueError: a split must be chosen, or there are none, or they contain no classes.
     """
-    source, names = config.source, {f: f.path.rpartition("/")[2] for f in folders}
-    candidates = [f for f in folders if split_of(names[f])]
-    are_splits = not any(loose_images(f) for f in folders if candidates and f not in candidates)
-    splits: dict[str | None, list[Location]] = {}
-    for folder in candidates:
-        if split := named_split(names[folder]):
-            splits.setdefault(split, []).append(folder)
-    if are_splits and any(folders_in(f) for roots in splits.values() for f in roots):
-        roots = choose_split(splits, config.split, source)
+    splits = {f: split for f in folders if (split := split_of(f.path.rpartition("/")[2]))}
+    are_several = config.format == "auto" and len({*splits.values()}) > 1
+    others = [folder for folder in folders if folder not in splits]
+    if (are_several or any(map(folders_in, splits))) and not any(map(loose_images, others)):
+        roots = choose_split(splits, config.split, config.source)
         common = roots[0] if len(roots) == 1 else common
         return [unit for root in roots for unit in _classes_in(config, root, common)]
     if config.split is not None:
         raise ValueError(
-            f"convert.split={config.split!r}: {source!r} has no folders such as train and val with "
-            "class folders in them; leave convert.split out"
-        )
-    if are_splits and config.format == "auto" and len({split_of(names[f]) for f in candidates}) > 1:
-        raise ValueError(
-            f"convert.source={source!r} has the folders "
-            f"{', '.join(names[f] for f in candidates[:5])}, which are splits by their names and "
-            "not classes; give one of them as convert.source if it holds class folders, or set "
-            "convert.format=folder if they are classes"
+            f"convert.split={config.split!r}: {config.source!r} has no folders such as train and "
+            "val with class folders in them; leave convert.split out"
         )
     return []
 
@@ -292,7 +274,8 @@ def _classes_in(config: ConvertConfig, root: Location, common: Location) -> list
     if not names:
         raise ValueError(
             f"convert.source={config.source!r} has no files of the format 'folder'; expected "
-            f"{root.uri}/CLASS/IMAGE; unpack archives first"
+            f"{root.uri}/CLASS/IMAGE; unpack archives first, or set convert.format=folder if "
+            f"{root.uri.rpartition('/')[2]!r} is a class"
         )
     units = [Unit("folder", root.child(name).uri, common.uri, config) for name in names]
     if loose_images(root):

@@ -7,12 +7,13 @@ an index into `convert.classes`.
 
 import contextlib
 import csv
+import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,39 +21,26 @@ import pyarrow.parquet as pq
 from vit_ray.data.convert.labels import (
     LABEL_FIELDS,
     MAX_TEXT_BYTES,
-    Labels,
-    check_columns,
-    checked_label,
     checked_names,
     chosen_field,
     json_object,
     labelled,
-    labels_of_record,
-    labels_of_value,
-    refuse_one_hot,
     row_or_problem,
 )
 from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
+from vit_ray.data.images import is_image_name
 from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.storage import is_of_the_store, locate
 
-_IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
-_LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
+IMAGE_FIELDS: Final = ("image", "img", "jpg", "picture", "image/encoded")
+_PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
 # Rows of a batch: with images, and without.
 _BATCH_ROWS: Final = {True: 64, False: 4096}
 # Maximum number of rows of a row group; a footer with more is damaged.
 MAX_ROWS: Final = 10_000_000
-_PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
 # Labels of Kaggle's ImageNet: for each box of an image its class and corners.
 _CLASS: Final = r"n[0-9]{8}"
 _BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
-# Arrow's types of labels, and of images; a column without an embedded image has the type null.
-_LABEL_TYPE: Final = re.compile(
-    r"(\w*list(_view)?<\w+: )?(dictionary<values=)?(u?int\d+|(large_)?string(_view)?)\b"
-)
-_IMAGE_TYPE: Final = re.compile(r"(dictionary<values=)?((large_|fixed_size_)?binary|null)")
-# As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
-_STRICT_ROW: Final = r'(?:"(?:[^"]|"")*+"|[^"{0}]*+)(?:{0}(?:"(?:[^"]|"")*+"|[^"{0}]*+))*+\r?\n?'
 
 
 class Columns(NamedTuple):
@@ -83,31 +71,30 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     stem, first = unit.name.removesuffix(".parquet"), 0
     with opened(unit) as (source, columns):
         # The whole image column: its file names are for errors about images that are not embedded.
-        image_columns = [columns.image] if with_images else []
-        names = [*image_columns, columns.label, *unit.config.columns]
+        names = [columns.image] * with_images + [columns.label, *unit.config.columns]
         for group in range(source.num_row_groups):
             metadata = source.metadata.row_group(group)
+            chunks = map(metadata.column, range(metadata.num_columns))
             size = sum(
                 chunk.total_uncompressed_size
-                for chunk in map(metadata.column, range(metadata.num_columns))
+                for chunk in chunks
                 if chunk.path_in_schema == columns.image_path
             )
             if unit.config.in_place:
                 check_in_place(unit.path, group, metadata.num_rows, size)
-            number, end, problem = first, first + metadata.num_rows, "it ends early"
+            numbers, problem = iter(range(first, first + metadata.num_rows)), "it ends early"
             try:
                 for batch in source.iter_batches(_BATCH_ROWS[with_images], [group], names):
-                    for i in range(min(len(batch), end - number)):
+                    for at, number in zip(range(len(batch)), numbers, strict=False):
                         row = Row(f"{stem}/{number:08d}", length=size // metadata.num_rows)
-                        yield row_or_problem(row, _parquet_row, unit, columns, batch, i)
-                        number += 1
+                        yield row_or_problem(row, _parquet_row, unit, columns, batch, at)
             except (pa.ArrowException, OSError) as error:
                 if is_of_the_store(error):
                     raise
                 problem = str(error)
-            for lost in range(number, end):
+            for lost in numbers:
                 yield Row(f"{stem}/{lost:08d}", problem=f"row group {group} is damaged: {problem}")
-            first = end
+            first += metadata.num_rows
 
 
 def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, at: int) -> Row:
@@ -119,15 +106,14 @@ def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, 
     if columns.image in batch.schema.names:
         value = batch.column(columns.image)[at].as_py()
         stored = value if isinstance(value, dict) else {"bytes": value}
-        if not stored["bytes"] and stored.get("path"):
+        image, path = stored.get("bytes"), stored.get("path")
+        if not isinstance(image, bytes) or not image:
             raise ValueError(
-                f"its image has no bytes, only the path {stored['path']!r}: it is not embedded; "
-                "save the set with datasets' push_to_hub or save_to_disk after "
-                "embed_table_storage, or convert the image files"
+                f"its image is {type(image).__name__}, not encoded bytes, and its path {path!r}; "
+                "if it is not embedded, save the set with datasets' push_to_hub or save_to_disk "
+                "after embed_table_storage, or convert the image files"
             )
-        if not stored["bytes"]:
-            raise ValueError("its image has no bytes")
-        row = replace(row, image=stored["bytes"], length=len(stored["bytes"]))
+        row = replace(row, image=image, length=len(image))
     return row_or_problem(row, _with_labels, unit, columns, batch, at)
 
 
@@ -137,15 +123,17 @@ def _with_labels(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, 
     Raises:
         ValueError: they are invalid.
     """
-    labels, kind = labels_of_value(batch.column(columns.label)[at].as_py())
-    if (names := columns.class_names) is not None and kind == "index":
-        indices = [int(text) for text in labels]
-        if unknown := [index for index in indices if not 0 <= index < len(names)]:
-            hint = " (by convention: not labelled)" if unknown == [-1] else ""
-            raise ValueError(f"its label is {unknown[0]}{hint}, of {len(names)} classes")
-        labels, kind = tuple(names[index] for index in indices), "name"
-    fields = {name: batch.column(name)[at].as_py() for name in unit.config.columns}
-    return labelled(row, (labels, kind), fields, unit.config.columns)
+    names = [name for name in unit.config.columns if name in batch.schema.names]
+    fields = {name: batch.column(name)[at].as_py() for name in names}
+    row = labelled(row, batch.column(columns.label)[at].as_py(), fields, unit.config)
+    classes = columns.class_names
+    if classes is None or row.kind != "index":
+        return row
+    indices = list(map(int, row.labels))
+    if min(indices) < 0 or max(indices) >= len(classes):
+        hint = " (-1 by convention: not labelled)" if -1 in indices else ""
+        raise ValueError(f"its labels {indices}{hint} are not all of the {len(classes)} classes")
+    return replace(row, labels=tuple(classes[index] for index in indices), kind="name")
 
 
 def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
@@ -157,12 +145,6 @@ def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
             f"{MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to another folder with "
             "convert.in_place=false"
         )
-
-
-def declared_classes(unit: Unit) -> list[str] | None:
-    """The class names of a `ClassLabel`; None if the labels have another type."""
-    with opened(unit) as (_, columns):
-        return columns.class_names
 
 
 @contextlib.contextmanager
@@ -186,30 +168,21 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     """The columns of images and labels.
 
     Raises:
-        ValueError: they are missing, duplicated, ambiguous, or of types that cannot be read.
+        ValueError: they are missing, duplicated or ambiguous.
     """
     file, config = repr(unit.path), unit.config
     declared = _declared(schema, file)
-    image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, file)
-    label = chosen_field(
-        "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, file
-    )
-    check_columns((image, label, *config.columns), schema.names, file)
-    if not _LABEL_TYPE.match(str(schema.field(label).type)):
-        raise ValueError(
-            f"{file}: its label column {label!r} is {schema.field(label).type}; expected "
-            "integers, text, or lists of one of them"
-        )
-    kind, image_path = schema.field(image).type, image
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind, image_path = kind.field("bytes").type, f"{image}.bytes"
-    if not _IMAGE_TYPE.match(str(kind)):
-        raise ValueError(
-            f"{file}: its column {image!r} is {schema.field(image).type}; expected encoded "
-            "images, as binary or as a struct with `bytes`"
-        )
+    label_fields = (*LABEL_FIELDS, *declared)
+    image = chosen_field("image", config.image_field, IMAGE_FIELDS, schema.names, file)
+    label = chosen_field("label", config.label_field, label_fields, schema.names, file)
+    is_struct = pa.types.is_struct(schema.field(image).type)
     names = declared.get(label)
-    return Columns(image, image_path, label, names and checked_names(names, file))
+    return Columns(
+        image,
+        f"{image}.bytes" if is_struct else image,
+        label,
+        None if names is None else checked_names(names, file),
+    )
 
 
 def _declared(schema: pa.Schema, file: str) -> dict[str, list[str]]:
@@ -218,86 +191,95 @@ def _declared(schema: pa.Schema, file: str) -> dict[str, list[str]]:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features") or {}
         return {c: names for c in schema.names if (names := _names(features.get(c)))}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(f"{file}: its huggingface metadata is damaged") from error
 
 
 def _names(feature: Any) -> Any:
     # The names of a `ClassLabel`, or of a list of them.
-    if isinstance(feature, list) and len(feature) == 1:
-        return _names(feature[0])
-    if not isinstance(feature, dict):
-        return None
-    return feature.get("names") or _names(feature.get("feature"))
+    if isinstance(feature, list):
+        feature = feature[0]
+    return feature and (feature.get("names") or _names(feature.get("feature")))
 
 
-def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """The lines of a list, cut to `MAX_TEXT_BYTES`; raises ValueError if the list is UTF-16."""
-    head = file.read(3)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError(f"{path!r} is UTF-16; save it as UTF-8")
-    file.seek(3 if head == b"\xef\xbb\xbf" else 0)  # after UTF-8's byte order mark
-    while line := file.readline(MAX_TEXT_BYTES):
-        piece = line
-        while piece and not piece.endswith(b"\n"):
-            piece = file.readline(MAX_TEXT_BYTES)
-        yield line
+def list_rows(unit: Unit) -> Iterator[Row]:
+    """Rows of a CSV file with a header, or lines of JSON objects, with `path` and `label`.
 
-
-def jsonl_rows(unit: Unit) -> Iterator[Row]:
-    """Lines of JSON objects with `path` and `label` or `labels`."""
-    with unit.opened() as (file, _):
-        for number, line in enumerate(_lines(file, unit.path), 1):
-            if line.strip():
-                yield row_or_problem(Row(f"{unit.path}#{number}"), _jsonl_row, unit, line)
-
-
-def _jsonl_row(row: Row, unit: Unit, line: bytes) -> Row:
-    if len(line) >= MAX_TEXT_BYTES:
-        raise ValueError(f"it has {MAX_TEXT_BYTES:,} bytes or more")
-    fields = json_object(line)
-    names = [name for name, value in fields.items() if value not in (None, "")]
-    path = fields[chosen_field("image", unit.config.image_field, _PATH_FIELDS, names, "it")]
-    if type(path) not in (str, int):
-        raise ValueError(f"its path is of type {type(path).__name__}, not text or an id")
-    row = replace(row, key=(unit.config.image_pattern or "{}").replace("{}", str(path)))
-    return row_or_problem(row, _located, unit, labels_of_record, fields, unit.config.label_field)
-
-
-def csv_rows(unit: Unit) -> Iterator[Row]:
-    """Rows of a CSV file with a header: `path` and `label`, or `labels` with `;` between them.
+    Several labels are a list `labels` in JSON, and `;` between them in the column `labels` of CSV.
 
     Raises:
-        ValueError: the header lacks a path or a label, or a quote is never closed.
+        ValueError: the header of a CSV file lacks a path or a label, or a quote is never closed.
+    """
+    records_of = _csv_records if unit.format == "csv" else _json_records
+    for number, record in records_of(unit):
+        row = Row(f"{unit.path}#{number}")
+        if isinstance(record, str):
+            yield replace(row, problem=record)
+        else:
+            yield row_or_problem(row, _list_row, unit, record)
+
+
+def _lines(unit: Unit) -> Iterator[str]:
+    """The lines of a list; raises ValueError for UTF-16, and for a line that is too long.
+
+    Bytes that are not UTF-8 become surrogates, so that only their row is rejected.
     """
     with unit.opened() as (file, _):
-        # Bytes that are not UTF-8 become surrogates, so that only their row is rejected.
-        lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file, unit.path))
-        first = next(lines, "")
-        delimiter = max(",;\t", key=first.count)
-        records = _records(itertools.chain([first], lines), delimiter)
-        first_row = next(records)[2]
-        names = [name.strip().lower() for name in first_row] if isinstance(first_row, list) else []
-        path, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
-        image = chosen_field("image", image and image.lower(), _PATH_FIELDS, names, path)
-        label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, path)
-        check_columns((image, label, *map(str.lower, unit.config.columns)), names, path)
-        indices = {"path": names.index(image), "label": names.index(label)}
-        for line, text, row in records:
-            if row == "unexpected end of data":
+        if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise ValueError(f"{unit.path!r} is UTF-16; save it as UTF-8")
+        text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
+        for number in itertools.count(1):
+            line = text.readline(MAX_TEXT_BYTES)
+            if len(line) == MAX_TEXT_BYTES:
                 raise ValueError(
-                    f"{path}: a quote in line {line} is never closed, so the {len(text)} "
-                    'lines from there to the end are one row; close it, or write "" for a quote '
-                    "inside quotes"
+                    f"{unit.path!r}: line {number} has {MAX_TEXT_BYTES:,} characters or more; "
+                    "leave it out"
                 )
-            if problem := _csv_problem(row, text, indices, len(names), delimiter):
-                for number in range(line, line + len(text)):
-                    yield Row(f"{unit.path}#{number}", problem=problem)
-            elif row:
-                fields = dict(zip(names, row, strict=True))
-                fields |= {name: fields[name.lower()] for name in unit.config.columns}
-                entry = Row((unit.config.image_pattern or "{}").replace("{}", fields[image]))
-                yield row_or_problem(entry, _located, unit, _csv_labels, fields, label)
+            if not line:
+                return
+            yield line
+
+
+# The number of a record's first line, and its fields, or what is wrong with it.
+_Record = tuple[int, dict[str, Any] | str]
+
+
+def _json_records(unit: Unit) -> Iterator[_Record]:
+    for number, line in enumerate(_lines(unit), 1):
+        try:
+            if line.strip():
+                yield number, json_object(line)
+        except ValueError as error:
+            yield number, str(error)
+
+
+def _csv_records(unit: Unit) -> Iterator[_Record]:
+    """The rows of a CSV file; names of columns in lower case, and as the user gives them.
+
+    A row of several lines that is wrong is an error of each of them.
+    """
+    path, config = repr(unit.path), unit.config
+    lines = _lines(unit)
+    first = next(lines, "")
+    delimiter = max(",;\t", key=first.count)
+    records = _records(itertools.chain([first], lines), delimiter)
+    header = next(records)[2]
+    names = [name.strip().lower() for name in header] if isinstance(header, list) else []
+    given = {n: n.lower() for n in (config.image_field, config.label_field, *config.columns) if n}
+    image = chosen_field("image", given.get(config.image_field or ""), _PATH_FIELDS, names, path)
+    label = chosen_field("label", given.get(config.label_field or ""), LABEL_FIELDS, names, path)
+    indices = names.index(image), names.index(label)
+    for line, text, row in records:
+        if row == "unexpected end of data":
+            raise ValueError(
+                f"{path}: a quote in line {line} is never closed, so the {len(text)} lines from "
+                'there to the end are one row; close it, or write "" for a quote inside quotes'
+            )
+        if problem := _csv_problem(row, text, indices, len(names), delimiter):
+            yield from ((number, problem) for number in range(line, line + len(text)))
+        elif row:
+            fields = dict(zip(names, row, strict=True))
+            yield line, fields | {name: fields.get(lower) for name, lower in given.items()}
 
 
 def _records(
@@ -319,60 +301,57 @@ def _records(
 
 
 def _csv_problem(
-    row: list[str] | str, text: list[str], indices: dict[str, int], num_fields: int, delimiter: str
+    row: list[str] | str, text: list[str], indices: tuple[int, int], num_fields: int, delimiter: str
 ) -> str | None:
     """What is wrong, or probably wrong, with a record; None for nothing.
 
     Args:
         text: the lines of the record.
-        indices: positions of `path` and `label` in a row.
+        indices: positions of the path and the label in a row.
     """
     if isinstance(row, str):
         return f"{row}; check for an open quote"
     if len(row) != num_fields:
         return f"it has {len(row)} fields, the header {num_fields}" if row else None
-    strict = _STRICT_ROW.replace("{0}", delimiter)
-    for name, index in indices.items():
-        if "\n" in row[index] or "\r" in row[index]:
-            return f"its {name} has a line break; check for an open quote"
-        if '"' in row[index] and not re.fullmatch(strict, "".join(text)):
+    for field in (row[index] for index in indices):
+        # As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
+        quoted = '"{}"'.format(field.replace('"', '""'))
+        if "\n" in field or "\r" in field or ('"' in field and quoted not in "".join(text)):
             return (
-                f'its {name} has a quote inside but none around it; write "" for it, and put '
-                "quotes around the field"
+                f"{field[:40]!r} has a line break, or a quote inside but none around it; close the "
+                'quotes around a field, and write "" for a quote inside'
             )
-    index = indices["path"]
     # A line inside a quoted text is probably a row behind an open quote if it has as many fields as
-    # the header, and another path with the same suffix.
+    # the header, and the path of an image.
     for fields in (line.split(delimiter) for line in text[1:]):
-        path = fields[index].strip(' "') if len(fields) == len(row) else row[index]
-        suffixes = {name.rpartition(".")[2].lower() for name in (path, row[index])}
-        if path != row[index] and len(suffixes) == 1:
+        if len(fields) == len(row) and is_image_name(fields[indices[0]].strip(' "')):
             return "one of its lines is itself a row; check for an open quote"
-    return None if row[index].strip() else "it has no path"
+    return None
 
 
-def _csv_labels(fields: dict[str, str], label: str) -> Labels:
-    text = fields[label]
-    refuse_one_hot([part.strip() for part in text.split(";")])
-    texts = re.findall(_CLASS, text) if _BOXES.fullmatch(text) else [text]
-    if label == "labels":
-        texts = list(filter(str.strip, text.split(";")))
-    if not texts:
-        raise ValueError("it has no label")
-    return tuple(dict.fromkeys(map(checked_label, texts))), "text"
+def _list_row(row: Row, unit: Unit, fields: Mapping[str, Any]) -> Row:
+    """The row of a record of a list; only its key is known if the path or the label is wrong."""
+    config, names = unit.config, [name for name, value in fields.items() if value is not None]
+    path = fields[chosen_field("image", config.image_field, _PATH_FIELDS, names, "it")]
+    if type(path) not in (str, int) or not str(path).strip():
+        raise ValueError(f"its path is {path!r}, and must be a text or a number")
+    row = replace(row, key=(config.image_pattern or "{}").replace("{}", str(path)))
+    return row_or_problem(row, _located, unit, fields, names)
 
 
-def _located(
-    row: Row,
-    unit: Unit,
-    labels_of: Callable[[Any, Any], Labels],
-    fields: Mapping[str, Any],
-    label: str | None,
-) -> Row:
-    """A row of a list with its path, which is its key or below the list's folder, and labels."""
+def _located(row: Row, unit: Unit, fields: Mapping[str, Any], names: list[str]) -> Row:
+    """A row with its path, which is its key or below the list's folder, and its labels."""
     if row.key.startswith(("http://", "https://")):
         raise ValueError("it is a URL; download the images first, and list their paths")
     is_absolute = row.key.startswith(("/", "s3://"))
-    path = row.key if is_absolute else f"{unit.folder}/{row.key}"
-    labels = labels_of(fields, label)
-    return labelled(replace(row, path=path), labels, fields, unit.config.columns)
+    row = replace(row, path=row.key if is_absolute else f"{unit.folder}/{row.key}")
+    field = chosen_field("label", unit.config.label_field, LABEL_FIELDS, names, "it")
+    if unit.format == "csv":
+        return labelled(row, _csv_labels(fields[field], field), fields, unit.config, "text")
+    return labelled(row, fields[field], fields, unit.config)
+
+
+def _csv_labels(text: str, field: str) -> str | list[str]:
+    if _BOXES.fullmatch(text):
+        return re.findall(_CLASS, text)
+    return list(filter(str.strip, text.split(";"))) if field == "labels" else text

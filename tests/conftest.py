@@ -46,7 +46,7 @@ import ray
 del os.environ["RAY_ENABLE_AUTO_CONNECT"]
 
 from tests.data.converting import convert, in_this_process
-from tests.ports import free_ports
+from tests.net.cluster import free_ports
 from tests.rerun import pytest_sessionfinish  # noqa: F401
 from vit_ray.data.convert.digits import write_digits
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.data import s3_server
 from tests.data.s3_server import FaultProxy, forget_clients, serve_conditional_s3, serve_s3
-from tests.ports import free_ports
+from tests.net.cluster import free_ports
 from vit_ray import storage
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset

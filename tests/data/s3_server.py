@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import s3fs.core
 
-from tests.ports import free_ports
+from tests.net.cluster import free_ports
 from vit_ray import storage
 from vit_ray.storage import locate
 

@@ -135,7 +135,9 @@ def _ip(*words: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that were free just now, outside the ranges of Ray and of Linux."""
+    """Different ports that were free just now: above those of Ray's workers (10002 to 19999), and
+    below those that Linux hands to connections (32768 on).
+    """
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         while len(ports) < count:

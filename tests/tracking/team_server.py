@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from tests.data.s3_server import s3_environment, serve_s3
-from tests.ports import free_ports
+from tests.net.cluster import free_ports
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {

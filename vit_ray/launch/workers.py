@@ -62,9 +62,8 @@ _START_TIMEOUT_S: Final = 20.0
 SILENT_S: Final = 600.0
 # How long `fit()` may take to return after its workers have ended, or are silent
 RETURN_S: Final = 60.0
-# Interval of the checks whether the run has ended, and of the cluster
+# Interval of the checks while `fit()` runs: whether the run has ended, and room for a larger group
 LOOK_EVERY_S = 30.0
-_POLL_S: Final = 0.5
 # Errors of a recorder or a storage that does not answer: the workers train without it.
 _UNAVAILABLE: Final = (ray.exceptions.RayError, RuntimeError, OSError)
 # Of a collective operation; also the time limit of the rendezvous.
@@ -217,8 +216,9 @@ class Run:
                         file=sys.stderr,
                         flush=True,
                     )
-            while not (fit.done() or watch.is_over()):
-                wait([fit], _POLL_S)
+            while not wait([fit], LOOK_EVERY_S).done:
+                if watch.is_over():
+                    break
         finally:
             error = fit.exception() if fit.done() else watch.error
             # A controller that hangs or has died does not remove its placement group.
@@ -304,7 +304,7 @@ class GroupWatch:
         self._group = ""
         # The workers were asked for a checkpoint, after which a larger group starts
         self.is_resizing = False
-        self._began_s = self._looked_s = clock()
+        self._began_s = clock()
         self._ended_s: float | None = None
 
     def is_over(self) -> bool:
@@ -314,10 +314,7 @@ class GroupWatch:
         """
         with contextlib.suppress(*_UNAVAILABLE):
             self.known_group()
-            now_s = self._clock()
-            if now_s - self._looked_s < LOOK_EVERY_S:
-                return False
-            self._looked_s, status = now_s, self._job.record.status()
+            now_s, status = self._clock(), self._job.record.status()
             silent_s = now_s - max(self._began_s, status.heard_s)
             has_ended_well = has_ended(self._job, status)
             if has_ended_well or silent_s > SILENT_S:

@@ -14,7 +14,7 @@ from tests.checkpoints.written import WEIGHTS_0, WEIGHTS_1, flip
 from tests.commands.command_line import run_cli
 from tests.data.damage import damage
 from tests.end_to_end.runs import same_weights
-from tests.launch.test_seen_batch import recipe_on, sets
+from tests.launch.test_dataset import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress, add_digests, folder_name, samples_digest

@@ -17,7 +17,7 @@ from tests.recipes import recipe_with, small_recipe
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.dataset import Manifest, ShardFile, write_manifest
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch import resolved_run
 from vit_ray.launch.named_run import find_resume_point
@@ -72,15 +72,13 @@ def test_a_recipe_that_cannot_work_is_refused(recipe, changes, message):
 @pytest.fixture
 def large(tmp_path: Path) -> Recipe:
     """A run over 6,400 images of 100 kB in row groups of 64, which are not there."""
-    columns = RowGroupColumns(
+    manifest = Manifest(
         np.zeros(NUM_GROUPS), np.arange(NUM_GROUPS), np.full(NUM_GROUPS, 64),
-        np.full(NUM_GROUPS, GROUP_BYTES), {},
-    )  # fmt: skip
-    write_manifest(
-        locate(str(tmp_path / "data")), columns,
+        np.full(NUM_GROUPS, GROUP_BYTES),
         files=[ShardFile("part", NUM_GROUPS * 64, NUM_GROUPS * GROUP_BYTES, 0)],
-        classes=["cat", "dog"], max_labels=1, origin={"license": "CC0"},
+        classes=["cat", "dog"], origin={"license": "CC0"},
     )  # fmt: skip
+    write_manifest(locate(str(tmp_path / "data")), manifest)
     return recipe_with(
         output=str(tmp_path / "runs"), data={"train": str(tmp_path / "data")},
         train={"global_batch_size": 64, "micro_batch_size": 64},

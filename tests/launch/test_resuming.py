@@ -15,7 +15,7 @@ import torch
 
 from tests.checkpoints.written import snapshot_of, write_snapshots
 from tests.commands.test_recorded_run import write_parent
-from tests.launch.test_seen_batch import recipe_on, sets
+from tests.launch.test_dataset import recipe_on, sets
 from tests.recipes import recipe_with
 from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name

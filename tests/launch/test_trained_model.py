@@ -160,9 +160,10 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path):
         np.testing.assert_array_equal(model.logits(form), expected)
     assert model.predict([]) == []
     for image, told in (
-        (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\); give \(H, W, 3\)"),
-        (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
-        (np.zeros((0, 4, 3), np.uint8), r"uint8 \(0, 4, 3\); give \(H, W, 3\)"),
+        (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\); give \(H, W, 3\), integers in"),
+        (np.full((4, 4, 3), 300), r"int64 \(4, 4, 3\); give"),
+        (np.full((4, 4, 3), np.nan), r"float64 \(4, 4, 3\); give"),
+        (np.zeros((0, 4, 3), np.uint8), r"uint8 \(0, 4, 3\); give"),
         (b"", "it has no bytes"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -61,9 +61,8 @@ def spec_of(batch: int) -> Any:
     full = np.full(groups, GROUP_ROWS, np.int32)
     manifest = Manifest(
         np.zeros(groups, np.int32), np.arange(groups, dtype=np.int32), full,
-        full.astype(np.int64) * 110_000, {},
-        "nowhere", "nowhere", groups * GROUP_ROWS, ["a"], 1, "benchmark",
-        [ShardFile("part.parquet", groups * GROUP_ROWS, 1 << 40, 0)],
+        full.astype(np.int64) * 110_000,
+        files=[ShardFile("part.parquet", groups * GROUP_ROWS, 1 << 40, 0)], classes=["a"],
     )  # fmt: skip
     window = ShuffleWindow(batch, max(1, 2048 // batch)) if batch < 2048 else None
     return StreamSpec(manifest, num_cpus=0.66, block_rows=BLOCK_ROWS, window=window)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import MANIFEST_FILE, Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.dataset import MANIFEST_FILE, Manifest, ShardFile, write_manifest
 from vit_ray.data.order import Order
 from vit_ray.data.shard_writer import EncodedImage, row_groups, write_row_groups
 from vit_ray.data.shards import RowGroupReader, keys
@@ -25,19 +25,14 @@ def write_encoded(
 ) -> Manifest:
     location = locate(str(folder))
     facts = write_row_groups(location.child(shard), row_groups(images, rows))
-    count = len(facts.rows)
-    columns = RowGroupColumns(
-        np.zeros(count, np.int32),
-        np.arange(count),
-        np.array(facts.rows),
-        np.array(facts.row_group_bytes),
-        {},
+    numbers = np.arange(len(facts.rows))
+    manifest = Manifest(
+        *(numbers * 0, numbers, np.array(facts.rows), np.array(facts.row_group_bytes)),
+        files=[ShardFile(shard, len(images), facts.bytes, facts.crc32)],
+        classes=list(classes),
+        max_labels=max(len(image.labels) for image in images),
     )
-    file = ShardFile(shard, len(images), facts.bytes, facts.crc32)
-    most = max(len(image.labels) for image in images)
-    write_manifest(
-        location, columns, files=[file], classes=list(classes), max_labels=most, origin={}
-    )
+    write_manifest(location, manifest)
     return open_dataset(str(folder))
 
 

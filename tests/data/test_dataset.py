@@ -11,30 +11,20 @@ from tests.data.damage import broken_copy
 from tests.data.small_sets import SHARD, flips, used_rows, with_header, write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import check_file
-from vit_ray.data.dataset import (
-    MANIFEST_FILE,
-    Manifest,
-    RowGroupColumns,
-    ShardFile,
-    write_manifest,
-)
+from vit_ray.data.dataset import MANIFEST_FILE, Manifest, ShardFile, write_manifest
 from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader, first_labels
 from vit_ray.storage import locate
 
 
 def write_small(folder: Path, rows: list[int], **origin: int) -> str:
-    columns = RowGroupColumns(
-        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)), {}
-    )
-    return write_manifest(
-        locate(str(folder)),
-        columns,
+    manifest = Manifest(
+        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)),
         files=[ShardFile("part-00000.parquet", sum(rows), 10, 0)],
         classes=["cat", "dog"],
-        max_labels=1,
         origin=dict(origin),
     )
+    return write_manifest(locate(str(folder)), manifest)
 
 
 def test_a_manifest_says_what_was_converted_as_the_footers_of_the_shards_do(dataset):

@@ -44,6 +44,8 @@ ROW_GROUP_SCHEMA: Final = pa.schema(
         pa.field("dropped", pa.list_(pa.int32())),
     ]
 )
+# Columns that are arrays of a `Manifest`.
+_ARRAYS: Final = ROW_GROUP_SCHEMA.names[:4]
 REJECTED_SCHEMA: Final = pa.schema(
     [pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)]
 )
@@ -102,49 +104,38 @@ _CONTENT_FIELDS: Final = 4
 
 
 @dataclass(frozen=True, eq=False)
-class RowGroupColumns:
-    """Row groups of a data set, one entry per row group in each array.
+class Manifest:
+    """What a data set holds. Arrays have one entry per row group.
 
     Attributes:
-        file_index: int32, index into the data set's files.
+        file_index: int32, index into `files`.
         row_group: int32, index in that file.
         rows: int32, rows that are not dropped.
         bytes: int64, compressed size in the file.
-        dropped: index of a row group (in these arrays) to its dropped rows, sorted.
+        classes: class names; a label is an index into them.
+        max_labels: the longest label list; 1 for single-label data.
+        dropped: index of a row group (in the arrays) to its dropped rows, sorted.
+        origin: how the data set was made, and facts such as its license (`ABOUT`).
+        path: where it was opened from; a local path is absolute.
+        root: the folder that holds the shards; `path` itself unless this is a subset.
+        fingerprint: hex digest of the content; equal content has an equal fingerprint.
+        whole: None for a manifest that was opened. For a part made of one in memory, the opened
+            manifest: both have the same row groups (in the part, some have no rows), and samples
+            keep their numbers.
     """
 
     file_index: NDArray[np.integer]
     row_group: NDArray[np.integer]
     rows: NDArray[np.integer]
     bytes: NDArray[np.integer]
-    dropped: dict[int, NDArray[np.int32]]
-
-
-@dataclass(frozen=True, eq=False)
-class Manifest(RowGroupColumns):
-    """What a data set holds.
-
-    Attributes:
-        path: where it was opened from; a local path is absolute.
-        root: the folder that holds the shards; `path` itself unless this is a subset.
-        num_images: rows in all row groups, without dropped ones.
-        classes: class names; a label is an index into them.
-        max_labels: the longest label list; 1 for single-label data.
-        fingerprint: hex digest of the content; equal content has an equal fingerprint.
-        origin: how the data set was made, and facts such as its license (`ABOUT`).
-        whole: None for a manifest that was opened. For a part made of one in memory, the opened
-            manifest: both have the same row groups (in the part, some have no rows), and samples
-            keep their numbers.
-    """
-
-    path: str
-    root: str
-    num_images: int
-    classes: list[str]
-    max_labels: int
-    fingerprint: str
     files: Sequence[ShardFile]
+    classes: list[str]
+    max_labels: int = 1
+    dropped: dict[int, NDArray[np.int32]] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    root: str = ""
+    fingerprint: str = ""
     whole: "Manifest | None" = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,6 +147,11 @@ class Manifest(RowGroupColumns):
     def about(self) -> dict[str, Any]:
         """The facts in `origin` that parts of the data set inherit (`ABOUT`)."""
         return {name: self.origin[name] for name in ABOUT if name in self.origin}
+
+    @cached_property
+    def num_images(self) -> int:
+        """Rows in all row groups, without dropped ones."""
+        return int(self.rows.sum(dtype=np.int64))
 
     @property
     def num_classes(self) -> int:
@@ -253,7 +249,6 @@ class Manifest(RowGroupColumns):
             self,
             rows=rows.astype(np.int32),
             dropped=dropped,
-            num_images=int(rows.sum(dtype=np.int64)),
             whole=self.whole or self,
         )
 
@@ -290,19 +285,20 @@ def _parse(path: str, content: bytes) -> Manifest:
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         if (version := header["format_version"]) != FORMAT_VERSION:
             raise ValueError(f"it has format {version}; this code reads format {FORMAT_VERSION}")
-        columns = _columns(file.read())
-        if header["fingerprint"] != _fingerprint(header, columns):
+        table = file.read()
+        dropped = _dropped(table)
+        if header["fingerprint"] != _fingerprint(header, table, dropped):
             raise ValueError("its fingerprint differs from its content")
         return Manifest(
-            **vars(columns),
-            path=path,
-            root=_root_of(header, path),
-            num_images=header["num_images"],
+            *(table[name].to_numpy() for name in _ARRAYS),
+            files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
             classes=header["classes"],
             max_labels=header["max_labels"],
-            fingerprint=header["fingerprint"],
-            files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
+            dropped=dropped,
             origin=header["origin"],
+            path=path,
+            root=_root_of(header, path),
+            fingerprint=header["fingerprint"],
         )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
@@ -323,52 +319,38 @@ def _root_of(header: dict[str, Any], path: str) -> str:
     return header["root"] or path
 
 
-def _columns(table: pa.Table) -> RowGroupColumns:
-    arrays = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
-    lists = arrays.pop("dropped")
-    dropped = {
-        group: np.asarray(lists[group].as_py(), np.int32)
-        for group in np.flatnonzero(lists.is_valid().to_numpy()).tolist()
-    }
-    return RowGroupColumns(**{n: array.to_numpy() for n, array in arrays.items()}, dropped=dropped)
+def _dropped(table: pa.Table) -> dict[int, NDArray[np.int32]]:
+    lists = table["dropped"]
+    groups = np.flatnonzero(lists.is_valid().to_numpy()).tolist()
+    return {group: np.asarray(lists[group].as_py(), np.int32) for group in groups}
 
 
-def write_manifest(
-    folder: Location,
-    columns: RowGroupColumns,
-    *,
-    files: Sequence[ShardFile],
-    classes: list[str],
-    max_labels: int,
-    root: str = "",
-    origin: dict[str, Any],
-) -> str:
-    """Write the manifest, which makes the data set visible, and return its fingerprint.
+def write_manifest(folder: Location, manifest: Manifest) -> str:
+    """Write a manifest, which makes the data set visible, and return its fingerprint.
 
     Row groups of which all rows are dropped are left out.
 
     Args:
-        root: folder of the shards, if that is not `folder`.
-        origin: how the data set was made (seed, source); part of the fingerprint.
+        manifest: without `path` and `fingerprint`; `root` only if that is not `folder`.
     """
-    root_from_here = ""
+    root, root_from_here = manifest.root, ""
     if root and folder.is_local and locate(root).is_local:
         root_from_here = os.path.relpath(root, folder.path)
     header = {
         "format_version": FORMAT_VERSION,
         "root_from_here": root_from_here,
-        "num_images": int(np.sum(columns.rows, dtype=np.int64)),
-        "classes": classes,
-        "max_labels": max_labels,
+        "num_images": manifest.num_images,
+        "classes": manifest.classes,
+        "max_labels": manifest.max_labels,
         "root": root,
-        "origin": origin,
-        "files": list(map(astuple, files)),
+        "origin": manifest.origin,
+        "files": list(map(astuple, manifest.files)),
     }
-    dropped = [columns.dropped.get(group) for group in range(len(columns.rows))]
-    arrays = vars(columns) | {"dropped": dropped}
-    table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
-    table = table.take(np.flatnonzero(columns.rows))
-    header["fingerprint"] = _fingerprint(header, _columns(table))
+    dropped = [manifest.dropped.get(group) for group in range(manifest.num_row_groups)]
+    columns = [*(getattr(manifest, name) for name in _ARRAYS), dropped]
+    arrays = [pa.array(column, f.type) for column, f in zip(columns, ROW_GROUP_SCHEMA, strict=True)]
+    table = pa.table(arrays, ROW_GROUP_SCHEMA).take(np.flatnonzero(manifest.rows))
+    header["fingerprint"] = _fingerprint(header, table, _dropped(table))
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
         writer.write_table(table)
@@ -377,13 +359,15 @@ def write_manifest(
     return str(header["fingerprint"])
 
 
-def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
+def _fingerprint(
+    header: dict[str, Any], table: pa.Table, dropped: dict[int, NDArray[np.int32]]
+) -> str:
     """Digest of the content, which copying or moving the data set does not change."""
     content = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
     content["files"] = [entry[:_CONTENT_FIELDS] for entry in header["files"]]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
-    for name in ("file_index", "row_group", "rows", "bytes"):
-        digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())
-    for group, rows in sorted(columns.dropped.items()):
+    for name in _ARRAYS:
+        digest.update(np.ascontiguousarray(table[name].to_numpy(), dtype=np.int64).tobytes())
+    for group, rows in sorted(dropped.items()):
         digest.update(np.asarray([group, *rows], dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]

@@ -8,6 +8,7 @@ enough of them, so that a small split needs few row groups. Only manifests are w
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,15 +128,8 @@ def derive(part: Manifest, destination: str, origin: dict[str, object]) -> Manif
         ValueError: the destination holds a data set already.
     """
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
-    write_manifest(
-        locate(destination),
-        part,
-        files=part.files,
-        classes=part.classes,
-        max_labels=part.max_labels,
-        root=locate(part.root).uri,
-        origin=part.about | origin,
-    )
+    root, origin = locate(part.root).uri, part.about | origin
+    write_manifest(locate(destination), replace(part, root=root, origin=origin))
     return open_dataset(destination)
 
 

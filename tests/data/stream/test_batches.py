@@ -195,10 +195,10 @@ def test_processes_share_all_of_manifest_and_order(held_out):
     numbers = np.arange(NUM_GROUPS, dtype=np.int32)
     rows = np.full(NUM_GROUPS, 64, np.int32)
     manifest = Manifest(
-        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {},
-        path="", root="", num_images=64 * NUM_GROUPS, classes=["a"], max_labels=1, fingerprint="",
+        *(numbers // 100, numbers % 100, rows, rows.astype(np.int64)),
         files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(NUM_GROUPS // 100)),
-    )  # fmt: skip
+        classes=["a"],
+    )
     part, _ = select(manifest, seed=0, held_out_fraction=held_out, fraction=1.0)
     job = StreamJob(StreamSpec(part), Partition(1, 64), 0, is_training=True)
     body, buffers = as_ray_sends(job)

@@ -35,7 +35,7 @@ from vit_ray.data.dataset import (
     REJECTED_SCHEMA,
     REPORT_FILE,
     STAGING_FOLDER,
-    RowGroupColumns,
+    Manifest,
     ShardFile,
     open_dataset,
     shard_name,
@@ -390,19 +390,16 @@ def _write_manifest(
     dropped = {group: np.array(numbers, np.int32) for group, numbers in enumerate(lists) if numbers}
     for group, numbers in dropped.items():
         rows[group] -= len(numbers)
-    columns = RowGroupColumns(
+    facts = {name: getattr(config, name) for name in ABOUT if getattr(config, name)}
+    manifest = Manifest(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),
         rows=rows,
         bytes=np.concatenate([r.row_group_bytes for r in written]),
-        dropped=dropped,
-    )
-    facts = {name: getattr(config, name) for name in ABOUT if getattr(config, name)}
-    write_manifest(
-        locate(config.destination),
-        columns,
         files=files,
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
+        dropped=dropped,
         origin={"seed": plan.settings["seed"], "source_digest": plan.source_digest} | facts,
     )
+    write_manifest(locate(config.destination), manifest)

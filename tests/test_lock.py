@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -12,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import pytest
 
-from tests.two_holders import holders, in_folder, lock_bucket
+from tests.data import s3_server
 from vit_ray import lock
 from vit_ray.lock import HeldError, Owner, check_lock, hold_lock, this_process
 from vit_ray.outcomes import LockLostError
@@ -59,6 +61,51 @@ def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
     return owner
 
 
+LIMIT_S = 60.0
+
+
+def _ask(place: Callable[[int], str], rounds: int, together: Any, answers: Any) -> None:
+    lock.RELEASE_S, lock.POLL_S = 0.02, 0.01
+    lock.SETTLE_S = 2.0
+    s3_server.forget_clients()
+    for index in range(rounds):
+        folder = locate(place(index))
+        together.wait(LIMIT_S)
+        try:
+            with hold_lock(folder, lambda _: None) as number:
+                answers.put((index, number))
+                together.wait(LIMIT_S)  # until the other has been told
+        except HeldError:
+            answers.put((index, 0))
+            together.wait(LIMIT_S)
+
+
+def holders(place: Callable[[int], str], rounds: int) -> list[list[int]]:
+    """Of each round what the two processes got: their numbers, 0 for a refusal; sorted.
+
+    Args:
+        place: a module's function: the folder of a round.
+    """
+    context = multiprocessing.get_context("spawn")
+    together, answers = context.Barrier(2), context.Queue()
+    asking = [
+        context.Process(target=_ask, args=(place, rounds, together, answers)) for _ in range(2)
+    ]
+    for process in asking:
+        process.start()
+    got: list[list[int]] = [[] for _ in range(rounds)]
+    for _ in range(2 * rounds):
+        index, number = answers.get(timeout=LIMIT_S)
+        got[index].append(number)
+    for process in asking:
+        process.join(LIMIT_S)
+    return [sorted(numbers) for numbers in got]
+
+
+def in_folder(root: str, index: int) -> str:
+    return f"{root}/{index:03d}"
+
+
 def after_one_that_died(root: str, index: int) -> str:
     """A folder whose holder has ended without letting go."""
     path = in_folder(root, index)
@@ -76,8 +123,14 @@ def test_of_two_that_start_together_one_holds(tmp_path, place, number):
 
 @pytest.fixture(params=["conditional", "plain"])
 def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with lock_bucket(tmp_path, is_conditional=request.param == "conditional") as place:
-        yield place
+    """A folder in a store that heeds If-None-Match, or in one that ignores it."""
+    (tmp_path / "locks").mkdir()
+    is_conditional = request.param == "conditional"
+    server = s3_server.serve_conditional_s3() if is_conditional else s3_server.serve_s3(tmp_path)
+    with server as port, s3_server.this_process_uses(port, timeout_s=60):  # moto starts in seconds
+        if is_conditional:
+            s3_server.create_bucket("locks")
+        yield "s3://locks/runs"
 
 
 @pytest.mark.slow

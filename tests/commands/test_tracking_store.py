@@ -181,9 +181,6 @@ def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(recipe):
 
         do_GET = do_POST  # noqa: N815
 
-        def log_message(self, *_):
-            pass
-
     server = HTTPServer(("127.0.0.1", 0), AsksForLogIn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

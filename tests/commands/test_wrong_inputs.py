@@ -382,12 +382,7 @@ def test_a_relative_path_in_a_submitted_jobs_recipe_is_refused(folder, tmp_path,
     for place in (copy, recipe.parent):
         place.mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(copy)
-    data = ["data.train=s3://a", "data.eval=s3://mine/set"]
-    for text, given, message in (
-        ("output: runs", [SHARED[1], *data], "output=.*runs would be in this job's copy"),
-        ("tracking: {uri: 'sqlite:///m.db'}", [SHARED[0], *data], "tracking.uri=.*m.db would be"),
-        ("data: {train: here}", [*SHARED, data[1]], "data.train=.*here.*; this job runs in a copy"),
-    ):
-        recipe.write_text(f"base: digits\n{text}\n")
-        with pytest.raises(ValueError, match=message):
-            check_places("pretrain", load_recipe(recipe, given))
+    recipe.write_text("base: digits\noutput: runs\n")
+    changes = [SHARED[1], "data.train=s3://a", "data.eval=s3://mine/set"]
+    with pytest.raises(ValueError, match=r"output=.*runs would be in this job's copy"):
+        check_places("pretrain", load_recipe(recipe, changes))

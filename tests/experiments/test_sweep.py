@@ -89,35 +89,31 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed():
     assert found[:6] == points(space=listed, search="random", num_trials=6)
 
 
-@pytest.mark.parametrize(("space", "key"), [
-    ({RATE: [0.1, 0.1]}, "learning_rate"),
-    ({RATE: [0.1, -0.1]}, "learning_rate=-0.1"),
-    ({RATE: [0.1, 0.10000001]}, "have the name lr0.1"),
-    ({RATE: []}, "learning_rate"), ({RATE: 0.1}, "learning_rate"),
-    ({RATE: {"normal": [0, 1]}}, "learning_rate"),
-    ({RATE: {"uniform": [False, True]}}, "learning_rate"),
-    ({RATE: {"log_uniform": [0.1, 1.0]}}, "sweep.search=random"),
-    ({RATE: {"log_uniform": [0, 1]}}, "for log_uniform above zero"),
-    ({RATE: {"uniform": [1, 1]}}, "from a smaller to a larger"),
-    ({"optim.lr": [0.1]}, "unknown key optim.lr"),
-    ({}, "sweep.space"), ({"seed": [1, 2]}, "seed cannot"),
-    ({"data.held_out_fraction": [0.1]}, "data.held_out_fraction cannot"),
-    ({"data": [{"eval": "a"}]}, "data cannot"), ({"tracking.uri": ["a"]}, "tracking.uri cannot"),
-])  # fmt: skip
-def test_a_space_that_cannot_work_is_refused(space, key):
-    with pytest.raises(ValueError) as refused:
-        points(space=space)
-    assert key in str(refused.value)
+RANDOM = {"search": "random", "num_trials": 9}
 
 
-@pytest.mark.parametrize(("space", "num_trials", "key"), [
-    ({RATE: [0.1, 0.2]}, None, "num_trials"),
-    ({RATE: [0.1, 0.2]}, 9, "num_trials is 9"),
-    ({"optim.steps": {"uniform": [1, 9]}}, 2, "optim.steps="),
+@pytest.mark.parametrize(("space", "more", "key"), [
+    ({RATE: [0.1, 0.1]}, {}, "learning_rate"),
+    ({RATE: [0.1, -0.1]}, {}, "learning_rate=-0.1"),
+    ({RATE: [0.1, 0.10000001]}, {}, "have the name lr0.1"),
+    ({RATE: []}, {}, "learning_rate"), ({RATE: 0.1}, {}, "learning_rate"),
+    ({RATE: {"normal": [0, 1]}}, {}, "learning_rate"),
+    ({RATE: {"uniform": [False, True]}}, {}, "learning_rate"),
+    ({RATE: {"log_uniform": [0.1, 1.0]}}, {}, "sweep.search=random"),
+    ({RATE: {"log_uniform": [0, 1]}}, {}, "for log_uniform above zero"),
+    ({RATE: {"uniform": [1, 1]}}, {}, "from a smaller to a larger"),
+    ({"optim.lr": [0.1]}, {}, "unknown key optim.lr"),
+    ({}, {}, "sweep.space"), ({"seed": [1, 2]}, {}, "seed cannot"),
+    ({"data.held_out_fraction": [0.1]}, {}, "data.held_out_fraction cannot"),
+    ({"data": [{"eval": "a"}]}, {}, "data cannot"),
+    ({"tracking.uri": ["a"]}, {}, "tracking.uri cannot"),
+    ({RATE: [0.1, 0.2]}, {"search": "random"}, "num_trials"),
+    ({RATE: [0.1, 0.2]}, RANDOM, "num_trials is 9"),
+    ({"optim.steps": {"uniform": [1, 9]}}, RANDOM, "optim.steps="),
 ])  # fmt: skip
-def test_a_random_search_that_cannot_work_is_refused(space, num_trials, key):
+def test_a_space_that_cannot_work_is_refused(space, more, key):
     with pytest.raises(ValueError) as refused:
-        points(search="random", space=space, num_trials=num_trials)
+        points(space=space, **more)
     assert key in str(refused.value)
 
 

@@ -47,7 +47,7 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         distances, rollouts = attention_figures(model, images)
         distance = _distances(distances, len(images))
         rollout = _rollouts(images, rollouts, model.embedding.patch_size)
-    drawings = {
+    drawings: dict[str, Drawing] = {
         "filters": _filters(model),
         "position_similarity": _positions(model),
         "attention_distance": distance,

@@ -159,7 +159,7 @@ def _data_sets(run: Run) -> list[dict[str, Any]]:
         if entry.dataset.source_type != "vit_ray":  # of another program
             continue
         (use,) = (tag.value for tag in entry.tags if tag.key == "mlflow.data.context")
-        profile = json.loads(entry.dataset.profile)
+        profile = json.loads(str(entry.dataset.profile))
         sets.append({
             "use": use, "name": entry.dataset.name, "images": profile["num_images"],
             "classes": profile["num_classes"], "fingerprint": entry.dataset.digest,

@@ -69,18 +69,6 @@ class LockLostError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a run ends when a restart would not help.
-
-    Attributes:
-        has_diverged: the loss or gradient is not finite; the same recipe would diverge again.
-    """
-
-    reason: str
-    has_diverged: bool = False
-
-
-@dataclass(frozen=True)
 class WorkerPlace:
     """Worker info: where a worker runs, as it reports itself, and its step.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import ray
@@ -40,7 +40,6 @@ from vit_ray.launch.workers import (
 )
 from vit_ray.outcomes import (
     EventKind,
-    Failure,
     RunDivergedError,
     RunFailedError,
     RunStoppedError,
@@ -48,7 +47,8 @@ from vit_ray.outcomes import (
     WorkerPlace,
 )
 from vit_ray.storage import locate
-from vit_ray.tracking.recorder import Event, RunStatus
+from vit_ray.tracking.recorder import Event, Recorder, RunStatus
+from vit_ray.tracking.run_records import RunState
 from vit_ray.worker.entry import GroupConfig
 from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 
@@ -138,7 +138,7 @@ class Attempts(Run):
     """A run whose groups each end with an error or in order."""
 
     def __init__(
-        self, folder: Path, *ends: End, failure: Failure | None = None, **workers: Any
+        self, folder: Path, *ends: End, failure: RunFailedError | None = None, **workers: Any
     ) -> None:
         self.run = FakeRun()
         self.run.failed = failure
@@ -225,7 +225,7 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
 
 @pytest.mark.parametrize(("error", "failure", "told"), [
     (RunStoppedError("SIGTERM"), None, None),
-    (RunStoppedError("SIGTERM"), Failure("disk full"), "disk full"),  # it is not hidden
+    (RunStoppedError("SIGTERM"), RunFailedError("disk full"), "disk full"),  # it is not hidden
     (RunFailedError("no GPU"), None, "no GPU"),
 ])  # fmt: skip
 def test_a_stop_before_there_are_workers_is_no_failure(error, failure, told, tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_a_stop_before_there_are_workers_is_no_failure(error, failure, told, tmp
 
 @pytest.mark.parametrize("error", [None, failed(BY_PEER)])
 def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(error, tmp_path):
-    failure = Failure("the data are bad")
+    failure = RunFailedError("the data are bad")
     attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
     with pytest.raises(RunFailedError, match=r"^the data are bad$"):
         attempts.train()
@@ -331,7 +331,7 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
         case "stopped":
             watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM"))
         case "failed":
-            watched.status.failure = Failure("the data are bad")
+            watched.status.failure = RunFailedError("the data are bad")
         case "measured":
             watched.status.metrics["eval/top1"] = 0.5
     assert not watched.is_over_within(RETURN_S)
@@ -391,7 +391,7 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monk
 def test_what_a_worker_refuses_ends_the_run_and_its_trial(
     error, kind, state, tmp_path, monkeypatch
 ):
-    """The worker's failure goes through processes to the driver, whose error the trial gets."""
+    """The worker's error goes through the record to the driver, whose error the trial gets."""
 
     def refuse(step: int) -> None:
         if error:
@@ -401,9 +401,12 @@ def test_what_a_worker_refuses_ends_the_run_and_its_trial(
     raises = error is not None and not error.is_agreed
     with pytest.raises(UnrecoverableError) if raises else nullcontext():
         worker.run()
-    sent = pickle.loads(pickle.dumps(worker.actor.failed))
+    reported = Mock()
+    Recorder.fail(reported, worker.actor.failed)
+    state = RunState()
+    state.note({"kind": "fail", **reported.append.call_args.kwargs})
     with pytest.raises(RunFailedError) as caught:
-        Attempts(Path(worker.job.recipe.output), Ended(), failure=sent).train()
+        Attempts(Path(worker.job.recipe.output), Ended(), failure=state.status().failure).train()
     assert type(caught.value) is kind
     in_process(monkeypatch, MagicMock(side_effect=caught.value))
     parent, _ = parent_of()

@@ -18,7 +18,7 @@ from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot, ta
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.measure.meters import DeviceTimes
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.outcomes import EventKind, RunFailedError, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.recorder import Orders
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, SkippedStep, StepResult
@@ -38,7 +38,7 @@ class FakeRun:
         self.events: list[tuple[EventKind, str, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.files: dict[str, bytes] = {}
-        self.failed: Failure | None = None
+        self.failed: RunFailedError | None = None
         self.stop: str | None = None
         self.resizes = False
         self.at: dict[int, WorkerPlace] = {}
@@ -55,7 +55,7 @@ class FakeRun:
     def stop_reason(self) -> str | None:
         return self.stop
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> RunFailedError | None:
         return self.failed
 
     def metrics(self, step: int, values: dict[str, float], again: bool = False) -> None:
@@ -67,8 +67,8 @@ class FakeRun:
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         self.files[name] = content
 
-    def fail(self, failure: Failure | None) -> None:
-        self.failed = failure
+    def fail(self, error: RunFailedError) -> None:
+        self.failed = error
 
     def run_id(self, wait_s: float) -> str | None:
         return "run-id"

@@ -42,13 +42,7 @@ from vit_ray.launch.failures import (
     micro_batch_limit,
 )
 from vit_ray.launch.placement import STRATEGY, Place, PlaceFinder
-from vit_ray.outcomes import (
-    EventKind,
-    Failure,
-    RunDivergedError,
-    RunFailedError,
-    RunStoppedError,
-)
+from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError
 from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
@@ -155,7 +149,7 @@ class Run:
                     raise RunStoppedError(reason)
         except RunStoppedError as stop:
             if failure := self._job.record.failure():
-                raise _error_of(failure) from stop
+                raise failure from stop
             saved = "so no checkpoint was written"
             if (newest := newest_step(self._job.recipe)) != -1:
                 saved = f"the newest checkpoint is of step {newest}"
@@ -170,7 +164,7 @@ class Run:
         """
         # The error that a worker reported says more than the time-outs of the other ranks.
         if failure := self._job.record.failure():
-            raise _error_of(failure) from ended.error
+            raise failure from ended.error
         if ended.error is None:
             return not ended.goes_on
         worker_info = {}
@@ -389,8 +383,3 @@ def newest_step(recipe: Recipe) -> int:
         if checkpoint := newest_checkpoint(locate(recipe.run_folder)):
             return checkpoint.position.step
     return -1
-
-
-def _error_of(failure: Failure) -> RunFailedError:
-    kind = RunDivergedError if failure.has_diverged else RunFailedError
-    return kind(failure.reason)

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import ray
 
-from vit_ray.outcomes import Failure, WorkerPlace
+from vit_ray.outcomes import RunDivergedError, RunFailedError, WorkerPlace
 from vit_ray.tracking.metrics_log import ARRIVAL_S, Records, RunOpening, Status
 
 # Longer than the slowest call, to an MLflow server that is away: its requests have shorter limits.
@@ -65,7 +65,7 @@ class RunStatus:
     events: list[Event] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     stop: str | None = None
-    failure: Failure | None = None
+    failure: RunFailedError | None = None
     run_id: str | None = None
     hint: str = ""
     heard_s: float = 0.0
@@ -120,9 +120,10 @@ class Recorder(Records):
         """Ask the present workers to checkpoint and end: a larger group follows."""
         self.append("resize")
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, error: RunFailedError) -> None:
         """End the run because a restart would not help; returns once the record is on disk."""
-        self.append("fail", ARRIVAL_S, **vars(failure))
+        has_diverged = isinstance(error, RunDivergedError)
+        self.append("fail", ARRIVAL_S, reason=str(error), has_diverged=has_diverged)
 
     def child_step(self, name: str, step: int) -> None:
         self.append("child step", name=name, step=step)
@@ -144,7 +145,7 @@ class Recorder(Records):
     def stop_reason(self) -> str | None:
         return self.status().stop
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> RunFailedError | None:
         return self.status().failure
 
     def run_id(self, limit_s: float = ANSWER_S) -> str | None:

@@ -21,7 +21,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.addresses import absolute_uri
 from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace, beats_between
+from vit_ray.outcomes import (
+    EventKind,
+    RunDivergedError,
+    RunFailedError,
+    WorkerPlace,
+    beats_between,
+)
 from vit_ray.tracking.metrics_log import MetricsLog, Record, RunOpening, lock_log
 from vit_ray.tracking.recorder import Event, Orders, Recorder, RunStatus
 from vit_ray.tracking.store_requests import limit_requests, redact_uri
@@ -76,7 +82,8 @@ class RunState:
             case "stop":
                 now.stop = record["reason"]
             case "fail":
-                now.failure = Failure(record["reason"], record["has_diverged"])
+                error = RunDivergedError if record["has_diverged"] else RunFailedError
+                now.failure = error(record["reason"])
             case "resize":
                 self._is_resizing = True
             case "child step":

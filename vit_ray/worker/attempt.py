@@ -28,7 +28,7 @@ from vit_ray.metric_names import (
     STARTUP_COMPILE_S,
     STARTUP_FIRST_STEP_S,
 )
-from vit_ray.outcomes import EventKind, Failure, LockLostError
+from vit_ray.outcomes import EventKind, LockLostError
 from vit_ray.own_parts import own_part
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.training.collectives import all_max, all_rows
@@ -68,7 +68,7 @@ def reported_failures(link: RunLink) -> Iterator[None]:
     try:
         yield
     except UnrecoverableError as error:
-        link.record.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
+        link.record.fail(error)
         if not error.is_agreed:
             raise
 

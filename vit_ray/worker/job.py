@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
 from vit_ray.evaluation.ground_truth import Answers
+from vit_ray.outcomes import RunDivergedError, RunFailedError
 from vit_ray.ray_internals import original_error, without_retry_note
 from vit_ray.tracking.recorder import Recorder
 
@@ -71,7 +72,7 @@ class Streams(Protocol):
         """An evaluation stream: each image once, in order."""
 
 
-class UnrecoverableError(RuntimeError):
+class UnrecoverableError(RunFailedError):
     """A restart would meet the same error: the run must end."""
 
     def __init__(self, text: str, *, is_agreed: bool = True) -> None:
@@ -80,7 +81,7 @@ class UnrecoverableError(RuntimeError):
         self.is_agreed = is_agreed
 
 
-class DivergedError(UnrecoverableError):
+class DivergedError(UnrecoverableError, RunDivergedError):
     """The loss or the gradient is not finite, and the recipe says that this ends the run."""
 
 

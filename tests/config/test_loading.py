@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_tag
 from ray._private.label_utils import validate_label_selector
 
-from vit_ray.config import Recipe, load_recipe, loading
+from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import KEYS
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
@@ -29,15 +29,12 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def test_mlflows_variables_give_what_the_recipe_does_not_say(path, monkeypatch, caplog):
-    loading._say_taken.cache_clear()
+def test_mlflows_variables_give_what_the_recipe_does_not_say(path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
     found = load_recipe(path, ["tracking.experiment=mine"]).tracking
     assert (found.uri, found.experiment) == ("http://me:hunter2@mlflow:5000", "mine")
-    assert [text.partition(" is ")[0] for text in caplog.messages] == ["tracking.uri"]
     assert load_recipe(path).tracking.experiment == "team"
-    assert "hunter2" not in caplog.text
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
     with pytest.raises(ValueError, match=r"tracking\.uri: .* MLFLOW_TRACKING_URI"):
         load_recipe(path)

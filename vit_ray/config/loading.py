@@ -4,11 +4,9 @@ import difflib
 import io
 import itertools
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +24,6 @@ _PACKAGE = Path(__file__).parents[1]
 # Folders of the shipped recipes, in an installed package and in a checkout.
 _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes")
 _TITLES = ("Paper", "Left open", "Expected", "Cost", "Commands?")
-
-logger = logging.getLogger(__name__)
 
 
 def load_recipe(
@@ -58,10 +54,7 @@ def completed(
     """The recipe from plain data and overrides, as in `load_recipe`."""
     tree = {"tracking": {}} | changed(tree, overrides)
     if isinstance(tree["tracking"], dict):
-        defaults = {k: v for k, v in mlflow_variables().items() if k not in tree["tracking"]}
-        for key in defaults:
-            _say_taken(key)
-        tree["tracking"] = defaults | tree["tracking"]
+        tree["tracking"] = mlflow_variables() | tree["tracking"]
     recipe = recipe_from_dict(tree, where)
     trust_named(tree)
     recipe.storage.use()
@@ -71,11 +64,6 @@ def completed(
 def mlflow_variables() -> dict[str, str]:
     """Keys of `tracking` from MLflow's own variables, for a recipe that does not set them."""
     return {key: os.environ[name] for key, name in _VARIABLES.items() if os.environ.get(name)}
-
-
-@cache  # a command loads several recipes
-def _say_taken(key: str) -> None:
-    logger.warning("tracking.%s is not set: %s of the environment is used", key, _VARIABLES[key])
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from vit_ray.data.stream.ray_datasets import (
 )
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics, near_by
 
-# Maximum fraction of the node's object store for the blocks of an evaluation that are kept.
-_KEPT_FRACTION: Final = 0.01
+# Maximum size of the blocks of an evaluation that are kept: 850 images of 224 pixels.
+_KEPT_BYTES: Final = 128 << 20
 # Ray namespace of the servers' names.
 _NAMESPACE: Final = "vit_ray"
 
@@ -234,7 +234,6 @@ class StreamServer:
             DataContext.get_current().scheduling_strategy = near_by()
         self._lock = threading.Lock()
         self._open: dict[str, tuple[Pass, Reading]] = {}  # the last pass of each stream
-        self._max_kept_bytes = _KEPT_FRACTION * _own_resources().get("object_store_memory", 0)
         # By stream: batch size and nodes of the last evaluation that was small, and its blocks.
         self._kept: dict[str, tuple[Hashable, list[RankBlock]]] = {}
 
@@ -270,20 +269,21 @@ class StreamServer:
             return
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         alive = tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-        key, (kept_key, kept) = (stream_pass.batch_size, alive), self._kept.pop(stream, (None, []))
+        key = stream_pass.batch_size, alive
+        kept_key, kept = self._kept.get(stream, (None, []))
         if kept_key == key:
-            self._kept[stream] = key, kept
             yield from kept
             return
+        self._kept.pop(stream, None)
         blocks, size = list[RankBlock](), 0
         for block in self._read(stream_pass):
             size += block.size
-            if size <= self._max_kept_bytes:
+            if size <= _KEPT_BYTES:
                 blocks.append(block)
             else:
                 blocks.clear()
             yield block
-        if size <= self._max_kept_bytes:
+        if size <= _KEPT_BYTES:
             self._kept[stream] = key, blocks
 
     def _read(self, stream_pass: Pass) -> Blocks:
@@ -295,12 +295,6 @@ class StreamServer:
         return blocks_of(
             segments_of(spec, readers, stream_pass.batch_size, stream_pass.start, stream_pass.stop)
         )
-
-
-def _own_resources() -> dict[str, float]:
-    node_id = ray.get_runtime_context().get_node_id()
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return next(dict(node["Resources"]) for node in nodes if node["NodeID"] == node_id)
 
 
 class RankStreams:

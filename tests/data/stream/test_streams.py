@@ -49,7 +49,7 @@ def spec(dataset: Manifest) -> StreamSpec:
     crop = Augmentation("inception_crop", size=16)
     window = ShuffleWindow(BATCH, 3)
     return StreamSpec(
-        dataset, crop, seed=11, window=window, num_cpus=0.5, block_rows=24, task_rows=96
+        dataset, crop, seed=11, window=window, num_cpus=0.5, block_rows=12, task_rows=48
     )
 
 
@@ -186,7 +186,7 @@ def test_segments_of_two_epochs_are_one_run_in_the_order_of_the_seed(dataset, mo
     monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)
     monkeypatch.setattr(ray_datasets, "_SEGMENT_TASKS", 3)
     window = ShuffleWindow(BATCH, 3)
-    spec = StreamSpec(dataset, TINY, seed=11, window=window, num_cpus=0.5, task_rows=96)
+    spec = StreamSpec(dataset, TINY, seed=11, window=window, num_cpus=0.5, task_rows=48)
     readers = HostRanks("many-segments", range(2), 2)
     segments = list(segments_of(spec, readers, batch_size=12, start=0, stop=20 * BATCH))
     assert len(segments) > 2
@@ -203,7 +203,7 @@ def test_training_goes_on_below_the_limit_of_bad_rows_and_stops_above_it(dataset
     manifest, _ = broken_copy(dataset, tmp_path)
     damage(manifest, group=2, rows=[5])
     damage(manifest, group=13, rows=[9])  # read by another task, 200 positions before
-    tolerant = StreamSpec(manifest, TINY, max_bad_fraction=0.01, num_cpus=0.5, task_rows=50)
+    tolerant = StreamSpec(manifest, TINY, max_bad_fraction=0.01, num_cpus=0.5, task_rows=25)
     (batches,) = read_training(tolerant, 1, 50, start=0, stop=600)
     assert sum(len(batch["sample"]) for batch in batches) == 600
     strict = replace(tolerant, max_bad_fraction=0.004)
@@ -230,8 +230,13 @@ def test_evaluations_on_the_same_nodes_decode_their_images_once(dataset, monkeyp
     monkeypatch.setattr(stream_server, "segments_of", noted)
     spec = StreamSpec(dataset, TINY, num_cpus=0.5)
     limited, anew = replace(spec, object_store_mib=64), [1, 2, 3]
-    for one, fraction, expected in ((limited, 1, anew), (spec, 1e-9, anew), (spec, 1, [1, 1, 2])):
-        monkeypatch.setattr(stream_server, "_KEPT_FRACTION", fraction)
+    # The images have 300 x 192 bytes.
+    for one, limit, expected in (
+        (limited, 1 << 20, anew),
+        (spec, 10_000, anew),
+        (spec, 1 << 20, [1, 1, 2]),
+    ):
+        monkeypatch.setattr(stream_server, "_KEPT_BYTES", limit)
         readings.clear()
         server = StreamServer(uuid.uuid4().hex, {"eval": one}, range(1), 1)
         for number, size in enumerate((50, 50, 25)):  # blocks of other batches are read anew
@@ -278,7 +283,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int, tmp_path: Path) -> Str
         train={"global_batch_size": 20},
         optim={"steps": 75},
     )
-    return replace(resolve_run(recipe).streams["train"], block_rows=20, task_rows=60)
+    return replace(resolve_run(recipe).streams["train"], block_rows=10, task_rows=30)
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ TASK_MEMORY_MIB: Final = 256
 """Encoded images that one reading task keeps in memory; at least one row group."""
 
 _PADDING_SAMPLE: Final = -1
+# Blocks and tasks of a training have more rows: each block takes 6 ms of the stream server.
+_TRAINING_BLOCKS: Final = 2
 # Row groups that are searched for a substitute of a bad image.
 _GROUPS_TRIED: Final = 8
 
@@ -40,8 +42,9 @@ class StreamSpec:
         window: shuffle window of training; None for no window.
         max_bad_fraction: a larger fraction of undecodable images is an error.
         num_cpus: CPUs that one reading task takes.
-        block_rows: approximate rows per block; a multiple of the micro-batch is used.
-        task_rows: approximate rows per task.
+        block_rows: approximate rows per block of an evaluation; a training's have twice as many. A
+            multiple of the micro-batch is used.
+        task_rows: approximate rows per task of an evaluation; a training's have twice as many.
         cache_mib: encoded images that a reading task keeps in memory; at least one row group.
         object_store_mib: MiB of the object store that blocks of this stream may take before
             reading waits for training; None for Ray Data's default.
@@ -73,14 +76,12 @@ class StreamJob:
 
     Attributes:
         start: training: samples seen before; positions over all epochs joined.
-        block_factor: multiplies `block_rows` and `task_rows` of the spec.
     """
 
     spec: StreamSpec
     partition: Partition
     start: int
     is_training: bool
-    block_factor: int = 1
 
     @property
     def window(self) -> ShuffleWindow | None:
@@ -92,7 +93,9 @@ class StreamJob:
         rows_per_pass = self.partition.rows_per_pass
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
-        blocks, tasks = (self.block_factor * n for n in (self.spec.block_rows, self.spec.task_rows))
+        # An evaluation of few images is divided among all nodes.
+        factor = _TRAINING_BLOCKS if self.is_training else 1
+        blocks, tasks = factor * self.spec.block_rows, factor * self.spec.task_rows
         return BlockShape(blocks, tasks, passes, self.start // rows_per_pass)
 
 

@@ -35,7 +35,6 @@ _PROCESSES: Final = 1024
 _WARM_WORKERS: Final = 64
 # Blocks that a task makes in advance (Ray Data's default).
 _BLOCKS_READY: Final = 2
-_LARGE_BLOCKS: Final = 2
 PAUSE_S: Final = 0.02
 """Seconds; short compared with the time that a full buffer of more than two blocks lasts."""
 # Tasks of a segment. Planning takes about 0.2 ms a task, before the first batch of a segment.
@@ -141,9 +140,7 @@ def _planned(
         )
     else:
         passes = (stop - start) // rows_per_pass
-    # With several hosts, blocks of a training are larger: each block costs server time.
-    factor = 1 if readers.share == 1 or stop is None else _LARGE_BLOCKS
-    job = StreamJob(spec, partition, start, stop is not None, factor)
+    job = StreamJob(spec, partition, start, is_training=stop is not None)
     return job, read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
 
 

@@ -283,7 +283,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int, tmp_path: Path) -> Str
         train={"global_batch_size": 20},
         optim={"steps": 75},
     )
-    return replace(resolve_run(recipe).streams["train"], block_rows=10, task_rows=30)
+    return replace(resolve_run(recipe).streams["train"], block_rows=20, task_rows=60)
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ class StreamSpec:
         window: shuffle window of training; None for no window.
         max_bad_fraction: a larger fraction of undecodable images is an error.
         num_cpus: CPUs that one reading task takes.
-        block_rows: approximate rows per block of an evaluation; a training's have twice as many. A
-            multiple of the micro-batch is used.
-        task_rows: approximate rows per task of an evaluation; a training's have twice as many.
+        block_rows: approximate rows per block, a multiple of the micro-batch; a training without
+            `object_store_mib` has twice as many.
+        task_rows: approximate rows per task, or twice as many, too.
         cache_mib: encoded images that a reading task keeps in memory; at least one row group.
         object_store_mib: MiB of the object store that blocks of this stream may take before
             reading waits for training; None for Ray Data's default.
@@ -94,7 +94,8 @@ class StreamJob:
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
         # An evaluation of few images is divided among all nodes.
-        factor = _TRAINING_BLOCKS if self.is_training else 1
+        is_large = self.is_training and self.spec.object_store_mib is None
+        factor = _TRAINING_BLOCKS if is_large else 1
         blocks, tasks = factor * self.spec.block_rows, factor * self.spec.task_rows
         return BlockShape(blocks, tasks, passes, self.start // rows_per_pass)
 

@@ -149,7 +149,7 @@ MISTAKES = [
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("plan digits model.num_heads=7", "not divisible by num_heads=7"),
     ("report mine.yaml", "tracking.uri=sqlite:///.*mlflow.db: no such file"),
-    ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: the file is not a data"),
+    ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: .*file is not a database"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
 ]
 

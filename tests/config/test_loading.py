@@ -198,7 +198,6 @@ def test_every_key_with_a_path_is_of_the_recipes_folder(path):
         ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
         ("train={offload: true, zero_stage: 0}", "offload=true with zero_stage=0"),
         ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
-        ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
         # No override.
         ("x" * 300, "expected key=value"),  # longer than a file's name can be
         ("optim=[", "not valid YAML"),

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -14,7 +13,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, shared_folder
 from vit_ray.outcomes import EventKind
-from vit_ray.training.collectives import all_max, all_sum
+from vit_ray.training.collectives import all_max, all_sum, read_by_first
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
 from vit_ray.training.memory_estimate import chosen_micro_batch
@@ -180,7 +179,8 @@ def initial_model(
 
     Raises:
         UnrecoverableError: the weights do not fit the model, or do not exist.
-        RuntimeError: as `check_same_on_all_ranks`.
+        RuntimeError: this rank has read other weights than rank 0; the next attempt reads them
+            again.
     """
     recipe = job.recipe
     torch.manual_seed(recipe.seed)
@@ -191,20 +191,8 @@ def initial_model(
         report = load_initial_weights(model, recipe.init_from, job.new_head)
     except ValueError as error:  # perhaps this host does not have a file or module of the user's
         raise UnrecoverableError(str(error), is_agreed=False) from None
-    check_same_on_all_ranks(report, device)
+    # The other run may still train, or a file may be damaged on one host.
+    if read_by_first(lambda: report, device) != report:
+        raise RuntimeError(f"the workers have read different weights; this one: {report}")
     link.note(EventKind.WEIGHTS, report, 0)
     return model
-
-
-def check_same_on_all_ranks(report: str, device: torch.device) -> None:
-    """Check that all ranks have read the same weights; all ranks call it.
-
-    They may differ if the other run still trains, or if a file is damaged on one host.
-
-    Raises:
-        RuntimeError: they differ; the next attempt reads them again.
-    """
-    digest = float(zlib.crc32(report.encode()))
-    largest, minus_smallest = all_max([digest, -digest], device)
-    if largest != -minus_smallest:
-        raise RuntimeError(f"the workers have read different weights; this one: {report}")

@@ -102,6 +102,7 @@ class _Decompress(ctypes.Structure):
         size=(48, ctypes.c_uint * 2),
         num_components=(56, ctypes.c_int),
         color_space=(60, ctypes.c_int),
+        missing_bits=(192, ctypes.POINTER(ctypes.c_int * 64)),
         dc_tables=(232, _Tables),
         ac_tables=(264, _Tables),
         components=(304, ctypes.POINTER(_Component)),
@@ -166,11 +167,14 @@ class Libjpeg:
         return list(dict.fromkeys(self._warnings))
 
     def rewritten(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
-        """The file with restart markers; empty if libjpeg warns of damage or the result differs."""
+        """The file with restart markers; empty for one that is damaged or lacks scans.
+
+        It is also empty if the coefficients of the result differ.
+        """
         source = self._opened(image)
         coefficients = self._lib.jpeg_read_coefficients(ctypes.byref(source))
         content = b""
-        if not self._warnings:
+        if not self._warnings and _has_all_scans(source):
             content = self._written(source, coefficients, interval, keeps_tables)
             if not self._is_equal(content, source, coefficients):
                 content = b""
@@ -229,6 +233,14 @@ class Libjpeg:
         )
         self._lib.jpeg_destroy(ctypes.byref(written))
         return is_equal
+
+
+def _has_all_scans(file: Any) -> bool:
+    """Whether decoders take the coefficients as they are: they smooth progressive files whose first
+    ten coefficients of a block are not all known to the last bit (jdcoefct.c).
+    """
+    missing = file.missing_bits if file.missing_bits else ()
+    return not any(any(bits[:10]) for bits in missing[: file.num_components])
 
 
 def _frame(file: Any) -> tuple[Any, ...]:

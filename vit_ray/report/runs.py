@@ -49,8 +49,8 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
     """A row for each run of a selection, indexed by run id, oldest first.
 
     Columns with a slash are metrics, columns with a dot are keys of the recipe as text; the others
-    are those of `_facts` and `_with_origin`. `attrs` has the store's address, the experiment's name
-    and id, and the selected run's id as `parent`.
+    are those of `_facts` and `_with_origin`. `attrs` has the experiment's name, and the selected
+    run's id as `parent`.
 
     Args:
         uri: tracking server or SQLite address; nothing is written to it.
@@ -83,10 +83,7 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
         if parent is None or parent in _ancestors(run_id, facts)
     }
     frame = pd.DataFrame.from_dict(selected, orient="index")
-    frame.attrs = {
-        "uri": uri, "experiment": experiment.name, "experiment_id": experiment.experiment_id,
-        "parent": parent,
-    }  # fmt: skip
+    frame.attrs = {"experiment": experiment.name, "parent": parent}
     return frame
 
 

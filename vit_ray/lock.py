@@ -250,10 +250,9 @@ def _renew(
             has_warned = True
     # The file stays, so that its number is never used again.
     try:
-        if max(_numbers(folder), default=0) == number:
-            check_lock(folder, number, owner["token"])
+        if _read_owner(folder, number).get("token") == owner["token"]:
             file.write(json.dumps({**owner, "is_released": True}).encode())
-    except (OSError, LockLostError) as error:  # the next holder finds out
+    except OSError as error:  # the next holder finds out
         logger.warning("the lock of %s is left: %s", folder.uri, error)
 
 

@@ -80,8 +80,8 @@ class EmptyReader:
     def batch(self, rank: int, first: int, last: int) -> tuple[Any, dict[int, str]]:
         """As `BatchReader.batch`."""
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
-        places = self.order.places(positions)
-        samples = self._job.spec.manifest.samples_at(places.groups, places.rows)
+        _, groups, rows = self.order.places(positions)
+        samples = self._job.spec.manifest.samples_at(groups, rows)
         return {"sample": samples}, {}
 
 

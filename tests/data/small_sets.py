@@ -38,8 +38,8 @@ def write_encoded(
 
 def samples_at(order: Order, start: int, stop: int) -> np.ndarray:
     """Samples at positions [start, stop) of a run."""
-    places = order.places(np.arange(start, stop, dtype=np.int64))
-    return np.cumsum([0, *order.rows])[places.groups] + places.rows
+    _, groups, rows = order.places(np.arange(start, stop, dtype=np.int64))
+    return np.cumsum([0, *order.rows])[groups] + rows
 
 
 def write_set(

@@ -49,10 +49,10 @@ def test_each_sample_stands_once_in_every_epoch_and_ranges_agree_with_the_whole(
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     np.testing.assert_array_equal(samples_at(order, start, stop), whole[start:stop])
     positions = np.array(data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=9)), np.int64)
-    places = order.places(positions)
-    np.testing.assert_array_equal(places.epochs, positions // order.num_images)
+    epochs, groups, rows = order.places(positions)
+    np.testing.assert_array_equal(epochs, positions // order.num_images)
     firsts = np.cumsum([0, *order.rows])
-    np.testing.assert_array_equal(firsts[places.groups] + places.rows, whole[positions])
+    np.testing.assert_array_equal(firsts[groups] + rows, whole[positions])
 
 
 def test_rows_that_stood_together_are_dealt_to_the_batches_in_turn():

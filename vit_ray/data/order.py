@@ -66,18 +66,6 @@ class ShuffleWindow:
         return np.where(whole_batches < 0, positions, dealt)
 
 
-@dataclass(frozen=True)
-class Places:
-    """Epoch, row group and row inside the row group, one entry per position.
-
-    Rows that are dropped do not count; `Manifest.samples_at` gives the samples' numbers.
-    """
-
-    epochs: Int64Array
-    groups: Int64Array
-    rows: Int64Array
-
-
 class Order:
     """The order in which a run with `seed` reads a data set.
 
@@ -109,7 +97,11 @@ class Order:
         self._groups_of = lru_cache(maxsize=2)(lambda epoch: self.drawn(epoch))
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
-    def places(self, positions: Int64Array) -> Places:
+    def places(self, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Epoch, row group and row inside the row group of each position.
+
+        Rows that are dropped do not count; `Manifest.samples_at` gives the samples' numbers.
+        """
         if self.window is not None:
             positions = self.window.undealt(positions, self.num_images)
         epochs, offsets = np.divmod(positions, self.num_images)
@@ -126,7 +118,7 @@ class Order:
             for in_group in np.split(by_group, np.flatnonzero(is_new) + 1):
                 permuted = self._rows_of(int(epochs[in_group[0]]), int(groups[in_group[0]]))
                 rows[in_group] = permuted[rows[in_group]]
-        return Places(epochs, groups, rows)
+        return epochs, groups, rows
 
     def _permute_rows(self, epoch: int, group: int) -> Int64Array:
         rows = np.arange(self.rows[group], dtype=np.int64)

@@ -260,8 +260,8 @@ class RankBatches(Sequence[Batch]):
         """Sample numbers of a training's global batch in the planned order; no image is read."""
         size = self._job.partition.rows_per_pass
         positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
-        places = self.reader.order.places(positions)
-        return self._job.spec.manifest.samples_at(places.groups, places.rows)
+        _, groups, rows = self.reader.order.places(positions)
+        return self._job.spec.manifest.samples_at(groups, rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}

@@ -120,8 +120,8 @@ class BatchReader:
         positions = job.start + job.partition.offsets(rank, first, last)
         if not job.is_training:
             positions = positions[positions < self.order.num_images]
-        places = self.order.places(positions)
-        samples = manifest.samples_at(places.groups, places.rows)
+        epochs, groups, rows = self.order.places(positions)
+        samples = manifest.samples_at(groups, rows)
         batch: Batch = {
             "image": np.zeros((size, *job.spec.augmentation.shape), np.uint8),
             "labels": np.full((size, manifest.max_labels), NO_LABEL, np.int32),
@@ -129,10 +129,10 @@ class BatchReader:
         }
         bad: dict[int, str] = {}
         # Rows are written in turns, so that the row groups of a turn fit into memory together.
-        turns = np.unique(places.groups, return_inverse=True)[1] // self._max_groups
+        turns = np.unique(groups, return_inverse=True)[1] // self._max_groups
         for turn in np.unique(turns):
             indices = np.flatnonzero(turns == turn)
-            bad |= self._write(batch, indices, places.epochs[indices], samples[indices])
+            bad |= self._write(batch, indices, epochs[indices], samples[indices])
         if not job.is_training:
             batch["weight"] = (batch["sample"] != _PADDING_SAMPLE).astype(np.float32)
         return batch, bad

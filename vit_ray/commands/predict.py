@@ -72,15 +72,16 @@ def print_predictions(
     model = load(source, recipe, overrides=changes)
     about = f"{model.recipe.model.name}, {len(model.classes):,} classes, {model.source}"
     print(_line(about), file=sys.stderr)
-    batches, drawn = list[pa.Table](), list[dict[str, Any]]()
+    tables, drawn = list[pa.Table](), list[dict[str, Any]]()
     for rows in _predicted(model, chain.from_iterable(images)):
         for row in rows:
             stream = sys.stderr if "problem" in row else sys.stdout
             print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=stream)
-        batches.append(pa.Table.from_pylist(rows, _SCHEMA))
-        drawn = [*drawn, *(row for row in rows if "crop" in row)][:_MAX_DRAWN]
-    table = pa.concat_tables(batches)
-    num_bad = _print_counts(table)
+        tables.append(pa.Table.from_pylist(rows, _SCHEMA))
+        drawn += [row for row in rows if "crop" in row][: _MAX_DRAWN - len(drawn)]
+    table = pa.concat_tables(tables)
+    num_bad = table["class"].null_count
+    _print_counts(table)
     for file in files:
         with file.output() as stream:
             if file.path.endswith(".parquet"):
@@ -93,8 +94,8 @@ def print_predictions(
     return 1 if num_bad else 0
 
 
-def _print_counts(table: pa.Table) -> int:
-    """Print the most frequent classes, and how many are right; returns how many have none."""
+def _print_counts(table: pa.Table) -> None:
+    """Print the most frequent classes, and how many are right."""
     names, expected = table["class"], table["expected"]
     counts, num_bad = Counter(names.drop_null().to_pylist()), names.null_count
     classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
@@ -107,7 +108,6 @@ def _print_counts(table: pa.Table) -> int:
         note = f"{right:,} right, {num_compared - right:,} wrong: {right / num_compared:.2%}"
         interval = interval_note(right / num_compared, num_compared)
         print(f"in folders of classes: {note}{interval}", file=sys.stderr)
-    return int(num_bad)
 
 
 def _line(text: str) -> str:
@@ -174,12 +174,11 @@ def _checked(outputs: Sequence[str]) -> list[Location]:
         ValueError: an output is of another kind, exists, is given twice, or cannot be written.
         OSError: a store refuses it.
     """
-    files = list[Location]()
-    for output in outputs:
-        file = locate(output)
+    files = [locate(output) for output in outputs]
+    for output, file in zip(outputs, files, strict=True):
         if PurePosixPath(output).suffix not in _OUTPUTS:
             raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
-        if file.exists() or file in files:
+        if file.exists() or files.count(file) > 1:
             raise ValueError(f"--out {output} exists already, or is given twice; name another file")
         folder = Location(file.protocol, file.path.rpartition("/")[0])
         if not file.is_local:  # a bucket refuses an upload only at its end
@@ -191,5 +190,4 @@ def _checked(outputs: Sequence[str]) -> list[Location]:
                 f"--out {output}: there is no folder {folder.path} that can be written to; name "
                 "another file"
             )
-        files.append(file)
     return files

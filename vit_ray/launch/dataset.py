@@ -61,16 +61,12 @@ class Dataset(Sequence[Sample]):
 
     Attributes:
         manifest: counts, classes, shards and fingerprint.
+        classes: names in label order.
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
+        self.manifest, self.classes = manifest, manifest.classes
         self._read = lru_cache(_CACHED_GROUPS)(RowGroupReader(manifest).read)
-
-    @property
-    def classes(self) -> list[str]:
-        """Class names in label order."""
-        return self.manifest.classes
 
     def __len__(self) -> int:
         return self.manifest.num_images

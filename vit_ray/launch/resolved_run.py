@@ -19,10 +19,9 @@ import numpy as np
 from vit_ray.config import Recipe, require
 from vit_ray.config.schema import errors_of
 from vit_ray.config.training_sections import DataConfig
-from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, open_dataset
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.order import ShuffleWindow
 from vit_ray.data.parts import select

@@ -286,9 +286,7 @@ def run_prepared(
     branched = locate(recipe.run_folder).child(BRANCH_NOTE)
     if position is not None and branched.exists():
         origin[BRANCH_TAG] = branched.read().decode()
-    is_on_dev_split = prepared.kind == "sweep_trial" or (
-        recipe.data.eval is None and recipe.data.held_out_fraction > 0
-    )
+    measured_on, result_metric = _measured(recipe, prepared.kind)
     with open_record(
         recipe,
         prepared.kind,
@@ -298,8 +296,8 @@ def run_prepared(
         run_id=position.tracking_run_id if position else None,
         tags={**(tags or {}), **origin},
         training_id=prepared.training_id,
-        measured_on="dev" if is_on_dev_split else "eval",
-        awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
+        measured_on=measured_on,
+        awaited_metric=result_metric,
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
@@ -329,14 +327,15 @@ def run_prepared(
         return result
 
 
-def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
-    """The metric that MLflow's pages show as the run's result; None if there will be none."""
-    if is_on_dev_split:
-        return DEV_TOP1
-    if recipe.data.eval is not None:
-        return EVAL_TOP1
-    shots = recipe.evaluate.shots
-    return few_shot_top1(shots[0]) if recipe.evaluate.few_shot_train and shots else None
+def _measured(recipe: Recipe, kind: Kind) -> tuple[str, str | None]:
+    """The group of the evaluations' metrics, and the run's result on MLflow's pages, if any."""
+    data, evaluate = recipe.data, recipe.evaluate
+    if kind == "sweep_trial" or (data.eval is None and data.held_out_fraction > 0):
+        return "dev", DEV_TOP1
+    if data.eval is None:
+        has_shots = evaluate.few_shot_train is not None and evaluate.shots
+        return "eval", few_shot_top1(evaluate.shots[0]) if has_shots else None
+    return "eval", EVAL_TOP1
 
 
 def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextManager[None]:

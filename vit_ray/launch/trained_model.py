@@ -31,10 +31,9 @@ from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import errors_of
-from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import crop_of
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, open_dataset
 from vit_ray.data.images import BadImageError, UInt8Array, orientation_of, pixels_of, turned_pixels
 from vit_ray.launch.dataset import Sample
 from vit_ray.launch.named_run import where_it_lies

@@ -80,7 +80,7 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
     selected = {
         run_id: run_facts
         for run_id, run_facts in facts.items()
-        if parent is None or parent in _ancestors(run_id, facts)
+        if parent in (None, *(link["run_id"] for link in _chain(run_facts, "parent", facts)))
     }
     frame = pd.DataFrame.from_dict(selected, orient="index")
     frame.attrs = {"experiment": experiment.name, "parent": parent}
@@ -177,9 +177,7 @@ def _with_origin(run: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]])
 
     Compute is unknown if one of these runs is not in the experiment.
     """
-    chain = [run]
-    while (origin := chain[-1]["origin"]) in facts and facts[origin] not in chain:
-        chain.append(facts[origin])
+    chain = _chain(run, "origin", facts)
     costs, first = [link["own_exaflops"] for link in chain], chain[-1]
     return {
         "parent_name": facts.get(run["parent"], {}).get("name"),
@@ -193,12 +191,14 @@ def _with_origin(run: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]])
     }  # fmt: skip
 
 
-def _ancestors(run_id: str, facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    # The run itself, its parent, the parent's parent and so on.
-    ids = [run_id]
-    while (parent := facts[ids[-1]]["parent"]) in facts and parent not in ids:
-        ids.append(parent)
-    return ids
+def _chain(
+    run: Mapping[str, Any], key: str, facts: Mapping[str, Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The run, the run of the id under `key`, and so on; such as its parent and parent's parent."""
+    chain = [run]
+    while (run_id := chain[-1][key]) in facts and facts[run_id] not in chain:
+        chain.append(facts[run_id])
+    return chain
 
 
 def trainings(runs: pd.DataFrame) -> pd.DataFrame:

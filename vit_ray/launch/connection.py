@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -127,10 +127,12 @@ def connect(recipe: Recipe, *other_recipes: Recipe) -> ClusterShape:
         return shape(time.time())
     if address := os.environ.get("RAY_ADDRESS"):
         check_address(address)
-        with _without_sigterm(), _sigterm_as_before():
+        # SIGTERM would interrupt the registration at Ray, which then ends the process with code 1
+        # and no message (Ray 2.60). Not where processes are started, which inherit this.
+        with _own_signals(delivered_later={signal.SIGTERM}):
             _join(address, recipe.storage.variables())
     else:
-        with _sigterm_as_before():
+        with _own_signals():
             _start_for(recipe, *other_recipes)
     return shape(time.time())
 
@@ -172,25 +174,15 @@ def _start_for(*recipes: Recipe) -> None:
 
 
 @contextlib.contextmanager
-def _without_sigterm() -> Iterator[None]:
-    """Deliver SIGTERM only after the block.
-
-    It would interrupt the registration at Ray, which then ends the process with code 1 and no
-    message (Ray 2.60). Not where the block starts processes, which inherit this.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _sigterm_as_before() -> Iterator[None]:
+def _own_signals(delivered_later: Collection[signal.Signals] = ()) -> Iterator[None]:
     """Restore the handler of SIGTERM after the block; without one, SIGTERM raises SystemExit.
 
     The handler that `ray.init` installs prints a stack trace and exits with code 15.
+
+    Args:
+        delivered_later: signals that are delivered only after the block.
     """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, delivered_later)
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -200,6 +192,7 @@ def _sigterm_as_before() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before if had_handler else _exit_by_signal)
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # so that Ray is shut down
                 signal.signal(signal.SIGHUP, _exit_by_signal)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _exit_by_signal(number: int, _: object) -> None:

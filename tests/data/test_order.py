@@ -61,14 +61,6 @@ def test_rows_that_stood_together_are_dealt_to_the_batches_in_turn():
     assert undealt.tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11, 12, 14]
 
 
-def test_epochs_and_seeds_differ():
-    order = Order(np.full(50, 8), seed=1)
-    first, second = samples_at(order, 0, 400), samples_at(order, 400, 800)
-    other = samples_at(Order(np.full(50, 8), seed=2), 0, 400)
-    assert (first != second).mean() > 0.9
-    assert (first != other).mean() > 0.9
-
-
 @pytest.mark.parametrize(("rows", "times"), [(16, 2.1), (32, 3.4), (64, 5.8)])
 def test_small_row_groups_let_images_of_large_batches_meet_others(rows, times):
     """Pairs of a batch of 4,096 of ImageNet that meet again in the next epoch, against chance."""
@@ -82,18 +74,6 @@ def test_small_row_groups_let_images_of_large_batches_meet_others(rows, times):
     pairs = (images * (images - 1)).sum() / (order.num_images * 4095)
     chance = 4095 / (order.num_images - 1)
     assert pairs / chance == pytest.approx(times, abs=0.05)
-
-
-@given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 4))
-def test_every_world_reads_the_same_global_batches(accumulation, world_size, num_steps):
-    micro = 24 // world_size
-    batch = 24 * accumulation
-    partition = Partition(world_size, micro)
-    for step in range(num_steps):
-        first, last = step * accumulation * micro, (step + 1) * accumulation * micro
-        read = [partition.offsets(rank, first, last) for rank in range(world_size)]
-        expected = np.arange(step * batch, (step + 1) * batch)
-        np.testing.assert_array_equal(np.sort(np.concatenate(read)), expected)
 
 
 def test_ranks_take_the_parts_of_a_pass_in_their_order():

@@ -103,9 +103,7 @@ def test_batches_have_the_crops_of_their_samples_with_indices_and_without(sets, 
 WRONG: dict[str, Callable[[Any], Any]] = {
     "unit_height": lambda height: 2 * height,
     "unit_width": lambda _: 0,
-    "columns": lambda _: 0,
     "front": lambda _: 1 << 20,
-    "size_at": lambda at: at + 1000,
     "offsets": lambda offsets: offsets + 1,
 }
 

@@ -101,7 +101,7 @@ class Attempt:
             self._train()
         except UnrecoverableError as error:
             if error.is_agreed:  # all ranks are alive: they can still finish the last checkpoint
-                self.link.watchdog.pause()
+                self.link.watchdog.allow(math.inf)
                 with contextlib.suppress(RuntimeError, TimeoutError):
                     self.saver.wait_until_written()
             raise
@@ -128,7 +128,7 @@ class Attempt:
         # Asked before the first step, which takes long: it compiles, and waits for its batch.
         if not self.context.all_sum([float(self.link.is_ending())])[0]:
             loop.run()
-        self.link.watchdog.pause()  # the steps are over, and the next wait has a limit
+        self.link.watchdog.allow(math.inf)  # the steps are over, and the next wait has a limit
         self.saver.wait_until_written()
         if progress.ended or not progress.is_over(self.job.total_steps):
             step, link = progress.step, self.link

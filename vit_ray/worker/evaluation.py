@@ -51,8 +51,7 @@ class Evaluator:
         streams: Streams,
         link: RunLink,
     ) -> None:
-        self._job, self._engine, self._streams = job, engine, streams
-        self._link, self._watchdog = link, link.watchdog
+        self._job, self._engine, self._streams, self._link = job, engine, streams, link
         self._pool_labels: NDArray[np.int32] | None = None
         self._files: dict[str, bytes] = {}
 
@@ -73,7 +72,7 @@ class Evaluator:
             UnrecoverableError: a batch does not fit into memory; or, in a run that only evaluates,
                 metrics cannot be computed.
         """
-        self._watchdog.expect_long_step()
+        self._link.watchdog.expect_long_step()
         self._is_save_wanted = is_save_wanted
         try:
             metrics = self._measure("")
@@ -124,7 +123,6 @@ class Evaluator:
         return metrics
 
     def _measure_averaged(self) -> dict[str, float]:
-        error: EvaluationCutError | ValueError
         assert not isinstance(self._engine, Predictor)
         with self._engine.averaged():
             try:
@@ -166,7 +164,7 @@ class Evaluator:
         if device.type == "cuda":  # the host uses everything but the images
             batches = device_batches(batches, device, pinned=("image",))
         for batch in batches:
-            self._watchdog.expect_long_step()
+            self._link.watchdog.expect_long_step()
             num_stopping, num_saving = all_sum(
                 [self._link.is_ending(), self._is_save_wanted()], device
             )

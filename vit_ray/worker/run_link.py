@@ -184,7 +184,7 @@ class Watchdog:
             work()
 
     def allow(self, seconds: float) -> None:
-        """Set a limit from now on, instead of the present limit."""
+        """Set a limit from now on, instead of the present limit; `inf` for none."""
         self._limit_s, self._deadline_s = seconds, self._clock() + seconds
 
     def expect_long_step(self) -> None:
@@ -196,15 +196,11 @@ class Watchdog:
         self._step = step
         self.allow(self._timeout_s)
 
-    def pause(self) -> None:
-        """Remove the limit: the work that follows has other limits."""
-        self.allow(math.inf)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Remove the limit in the block; then start the previous limit again."""
         limit_s = self._limit_s
-        self.pause()
+        self.allow(math.inf)
         yield
         self.allow(limit_s)
 

@@ -187,13 +187,13 @@ def evaluate(recipe: Recipe) -> RunResult:
 
 @contextlib.contextmanager
 def prepared_training(
-    recipe: Recipe, kind: Kind, check_cluster: Callable[[Recipe], object] = lambda _: None
+    recipe: Recipe, kind: Kind, check: Callable[[Recipe], object] = lambda _: None
 ) -> Iterator[PreparedRun]:
     """Check a training run, and hold the run's lock inside the block.
 
     Args:
-        check_cluster: raises ValueError if a run cannot start on the cluster; called last, before
-            the folder of a new run is created.
+        check: raises ValueError if a run cannot start on the cluster; called last, before the
+            folder of a new run is created.
 
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
@@ -209,7 +209,7 @@ def prepared_training(
     if is_new:  # checked before the lock creates a folder: a refused recipe leaves none
         find_resume_point(recipe)
         check_weights(resolved, kind)
-        check_cluster(resolved.recipe)
+        check(resolved.recipe)
     # Locked before checkpoints are read: another driver may be removing them.
     with hold_lock(folder) as lock_number:
         notes: list[tuple[EventKind, str]] = []
@@ -219,7 +219,7 @@ def prepared_training(
         if newest is None:
             init_run = check_weights(resolved, kind)
             if not is_new:
-                check_cluster(resolved.recipe)
+                check(resolved.recipe)
             start = begin_training(folder)
             yield PreparedRun(kind, resolved, init_run, None, tuple(notes), lock_number, start)
             return
@@ -230,7 +230,7 @@ def prepared_training(
         changes = accepted_changes(resolved, position)
         notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
         if not position.progress.is_over(resolved.total_steps):
-            check_cluster(resolved.recipe.with_changes(init_from=None))
+            check(resolved.recipe.with_changes(init_from=None))
         init_run = position.init_run_id
         yield PreparedRun(kind, resolved, init_run, newest, tuple(notes), lock_number)
 
@@ -281,6 +281,7 @@ def run_prepared(
     Thread(target=importlib.import_module, args=("ray.train.torch",), daemon=True).start()
     resolved, recipe = prepared.resolved, prepared.resolved.recipe
     cluster = connect(recipe)
+    use_gpu = check_cluster(recipe, cluster)
     position = prepared.newest.position if prepared.newest else None
     origin = {INIT_RUN: prepared.init_run} if prepared.init_run else {}
     branched = locate(recipe.run_folder).child(BRANCH_NOTE)
@@ -309,7 +310,6 @@ def run_prepared(
                 watching.enter_context(shown_progress(run.record, recipe.name, steps))
                 watching.enter_context(stopping_on_signals(run.record.request_stop))
             job = _job(prepared, cluster, run, following)
-            use_gpu = check_cluster(recipe, cluster)
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete

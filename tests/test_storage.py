@@ -245,12 +245,6 @@ def test_a_listing_of_a_folder_is_that_of_the_disk(bucket, tmp_path):
         assert not folder.exists()
 
 
-def test_a_name_that_is_not_utf_8_is_told(tmp_path):
-    (tmp_path / os.fsdecode(b"caf\xe9")).touch()
-    with pytest.raises(ValueError, match=r"is not UTF-8.*convmv"):
-        locate(str(tmp_path)).list_files()
-
-
 @pytest.mark.parametrize(
     ("address", "named"),
     [
@@ -263,12 +257,3 @@ def test_what_is_no_store_says_what_is_possible(address, named):
     with pytest.raises(ValueError, match=named) as caught:
         locate(address)
     assert "key@" not in str(caught.value)
-
-
-def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch):
-    def missing(*_: object, **__: object) -> None:
-        raise ImportError("Please install gcsfs")
-
-    monkeypatch.setattr(storage.fsspec, "filesystem", missing)
-    with pytest.raises(ValueError, match=r"pip install 'vit-ray\[gcs\]'"):
-        locate("gs://bucket/x").exists()

@@ -170,7 +170,6 @@ def test_every_key_with_a_path_is_of_the_recipes_folder(path):
         ("convert={source: a, destination: b, image_pattern: val}", "convert.image_pattern='val'"),
         ("tracking.register_as=a/b", "tracking.register_as='a/b'"),
         ('output=""', "output='': give a folder, a file or an s3:// address"),
-        ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a :"),
         ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
         ("name=a/b", "name='a/b'"),
         # A wrong key, and the one that was meant.

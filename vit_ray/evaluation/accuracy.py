@@ -194,6 +194,8 @@ class ExampleImages:
         columns = torch.stack([predicted, probability, losses, is_wrong, counted], dim=1)
         facts = np.nan_to_num(np.column_stack([samples, columns.cpu().numpy()]))
         _, _, _, loss, wrong, counts = facts.T
+        answers = np.full((len(facts), MAX_LABELS), -1, np.int32)
+        answers[:, : labels.shape[1]] = labels[:, :MAX_LABELS].cpu().numpy()
         keys_by_kind = {
             "examples": np.where(counts > 0, samples, np.inf),
             "errors": np.where((counts > 0) & (wrong > 0), -loss, np.inf),
@@ -201,12 +203,11 @@ class ExampleImages:
         for kind, keys in keys_by_kind.items():
             lowest, limit = self._images[kind], KINDS[kind]
             highest_key = lowest["key"][-1] if len(lowest) == limit else np.inf
-            new: list[tuple[Any, ...]] = []
-            for i in np.argsort(keys, kind="stable")[:limit]:
-                if keys[i] < highest_key:
-                    answers = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]
-                    padded = answers + [-1] * (MAX_LABELS - len(answers))
-                    new.append((keys[i], *facts[i, :4], padded, square(images[i].cpu().numpy())))
+            new = [
+                (keys[i], *facts[i, :4], answers[i], square(images[i].cpu().numpy()))
+                for i in np.argsort(keys, kind="stable")[:limit]
+                if keys[i] < highest_key
+            ]
             self._images[kind] = _lowest(np.append(lowest, np.array(new, _IMAGE)), limit)
 
     def files(

@@ -110,14 +110,6 @@ def test_our_own_mistake_is_no_rejected_row(serial, image_folder, tmp_path, monk
     assert not list((tmp_path / "set").glob("part-*"))
 
 
-def test_what_the_maker_says_of_a_set_stands_in_its_manifest(serial, image_folder, tmp_path):
-    about = {"license": "CC-BY-4.0", "source_url": "https://x.org/set", "evaluation_only": True}
-    convert(image_folder, tmp_path / "set", **about)
-    part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=9)
-    for path in (tmp_path / "set", part.path):
-        assert open_dataset(str(path)).about == about
-
-
 @pytest.mark.parametrize(
     "name",
     ["report.json", "part-00000-of-00001.parquet", "_staging/settings.txt", "cats/1.jpg", "a.txt"],

@@ -117,13 +117,8 @@ def _advised(images: str, source: _Source) -> str | None:
         return None
     command = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
     weights, advice = None, f"to fine-tune published weights: {command} {_WEIGHTS}"
-    if source.train.shorter_side > 64:
-        weights = _WEIGHTS if _has_published() else None
-        advice = (
-            f"so the recipe fine-tunes {weights} (not: {command} none)"
-            if weights
-            else f"the hub did not answer; {advice}"
-        )
+    if source.train.shorter_side > 64 and _has_published():
+        weights, advice = _WEIGHTS, f"so the recipe fine-tunes {_WEIGHTS} (not: {command} none)"
     print(f"fewer than {_MIN_FROM_SCRATCH:,} images: {_FROM_SCRATCH}; {advice}")
     return weights
 

@@ -38,7 +38,7 @@ from vit_ray.experiments.trials import (
     run_trials,
     train_child,
 )
-from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import add_to_ended
 from vit_ray.metric_names import (
@@ -67,10 +67,12 @@ def run_study(recipe: Recipe) -> StudyResult:
         RunStoppedError: as `run_trials`.
     """
     recipe = recipe.with_absolute_paths()
-    cells, resolved_runs = list[Cell](), list[ResolvedRun]()
-    for cell in study_cells(recipe):
-        resolved_runs.append(resolve_run(cell.recipe))
-        cells.append(replace(cell, steps=resolved_runs[-1].total_steps))
+    cells = study_cells(recipe)
+    resolved_runs = [resolve_run(cell.recipe) for cell in cells]
+    cells = [
+        replace(cell, steps=resolved.total_steps)
+        for cell, resolved in zip(cells, resolved_runs, strict=True)
+    ]
     fine_tunings, steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
     trainings = [*(cell.recipe for cell in cells), *fine_tunings]
     # So that a report knows which cells have not started.

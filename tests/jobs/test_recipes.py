@@ -17,7 +17,7 @@ from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.plan import describe_sweep, describe_training, plan_study, planned_runs
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import is_trained
-from vit_ray.data.augment import augmentation_of
+from vit_ray.data.boxes import evaluation_augmentation, training_augmentation
 from vit_ray.data.randaugment import RandAugment
 from vit_ray.experiments.study_cells import Cell, study_cells, task_recipe
 from vit_ray.models.catalog import model_names
@@ -218,8 +218,8 @@ def test_a_recipe_is_what_its_authors_say(name):
     found = SimpleNamespace(
         **dict(recipe),
         steps=planned_runs(recipe).total_steps,
-        augment=augmentation_of(recipe.model, recipe.data.augment),
-        eval_augment=augmentation_of(recipe.model, recipe.data.eval_augment),
+        augment=training_augmentation(recipe.model, recipe.data.augment),
+        eval_augment=evaluation_augmentation(recipe.model, recipe.data.eval_augment),
     )
     assert {key: attrgetter(key)(found) for key in SOURCES[name]} == SOURCES[name]
 

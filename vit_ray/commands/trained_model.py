@@ -15,8 +15,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.config.keys import KIND, used_sections
 from vit_ray.config.schema import errors_of
-from vit_ray.data.augment import augmentation_of
-from vit_ray.data.boxes import Augmentation
+from vit_ray.data.boxes import Augmentation, evaluation_augmentation
 from vit_ray.data.crops import crop_of
 from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, UInt8Array, is_image_name
 from vit_ray.launch.trained_model import class_names, training_set
@@ -96,7 +95,7 @@ def export(recipe: Recipe) -> int:
         save_weights(model, copy, config.layout, classes)
         files = [copy]
         if is_folder:
-            crop = augmentation_of(recipe.model, recipe.data.eval_augment)
+            crop = evaluation_augmentation(recipe.model, recipe.data.eval_augment)
             (copy / FOLDER_PREPROCESSOR).write_text(
                 json.dumps(image_processor(crop), indent=2) + "\n"
             )
@@ -232,7 +231,7 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     Raises:
         ValueError: the folder holds no image that can be decoded.
     """
-    augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
+    augmentation = evaluation_augmentation(recipe.model, recipe.data.eval_augment)
     folder, crops = locate(config.images), []
     paths = sorted(info.path for info in folder.list_files() if is_image_name(info.path))
     count = min(config.num_images, len(paths))

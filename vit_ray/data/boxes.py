@@ -3,10 +3,12 @@
 Boxes of many images are drawn at once; each depends only on the random numbers of that image.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,10 @@ from numpy.typing import NDArray
 from vit_ray.data.keyed_random import KeyedUniform, KeyedUniforms
 from vit_ray.data.randaugment import Operation, RandAugment
 from vit_ray.data.restart_index import Box
-from vit_ray.own_parts import Part
+from vit_ray.own_parts import Part, own_part
+
+if TYPE_CHECKING:  # reading tasks do not load it
+    from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 
 IntArray = NDArray[np.int64]
 
@@ -91,6 +96,40 @@ class Augmentation:
         if self.randaugment is None:
             return []
         return self.randaugment.draw(self.shape, KeyedUniform(*rng_key, _CHANGES["randaugment"]))
+
+
+def training_augmentation(model: ModelConfig, augment: AugmentConfig) -> Augmentation:
+    """How a model's images are cropped for training, with the default resize of evaluation."""
+    randaugment = None
+    if augment.randaugment:
+        randaugment = RandAugment(augment.randaugment_layers, augment.randaugment_magnitude)
+    return Augmentation(
+        kind=augment.kind,
+        size=model.image_size,
+        flip=augment.flip,
+        resize=augment.resize or round(max(model.sides) * 8 / 7),
+        min_area=augment.min_area,
+        max_area=augment.max_area,
+        interpolation=augment.interpolation,
+        randaugment=randaugment,
+        own=own_part(augment.own, "data.augment.own") if augment.own else None,
+    )
+
+
+def evaluation_augmentation(model: ModelConfig, augment: EvalAugmentConfig) -> Augmentation:
+    """How a model's images are cropped for evaluation.
+
+    The default resize is 256 for a crop of 224, and in proportion for other sizes.
+    """
+    return Augmentation(
+        kind=augment.kind,
+        size=model.image_size,
+        flip=False,
+        resize=augment.resize or round(max(model.sides) * 8 / 7),
+        border=augment.border,
+        interpolation=augment.interpolation,
+        is_exact=True,
+    )
 
 
 @dataclass(frozen=True)

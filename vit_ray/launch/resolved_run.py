@@ -19,8 +19,7 @@ import numpy as np
 from vit_ray.config import Recipe, require
 from vit_ray.config.schema import errors_of
 from vit_ray.config.training_sections import DataConfig
-from vit_ray.data.augment import augmentation_of
-from vit_ray.data.boxes import Augmentation
+from vit_ray.data.boxes import Augmentation, evaluation_augmentation, training_augmentation
 from vit_ray.data.dataset import Manifest, open_dataset
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.order import ShuffleWindow
@@ -166,9 +165,9 @@ def resolve_data(
         held_out_fraction=data.held_out_fraction,
         fraction=data.fraction,
     )
-    crop = augmentation_of(recipe.model, data.eval_augment)
+    crop = evaluation_augmentation(recipe.model, data.eval_augment)
     evaluated = partial(stream_of, data, recipe.seed, crop)
-    train = stream_of(data, recipe.seed, augmentation_of(recipe.model, data.augment), part)
+    train = stream_of(data, recipe.seed, training_augmentation(recipe.model, data.augment), part)
     if window_size > batch:
         window = ShuffleWindow(batch, window_size // batch)
         train = replace(train, window=window, task_rows=max(train.task_rows, window.num_rows))

@@ -31,7 +31,7 @@ from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import errors_of
-from vit_ray.data.augment import augmentation_of
+from vit_ray.data.boxes import evaluation_augmentation
 from vit_ray.data.crops import crop_of
 from vit_ray.data.dataset import Manifest, open_dataset
 from vit_ray.data.images import BadImageError, UInt8Array, orientation_of, pixels_of, turned_pixels
@@ -106,7 +106,7 @@ class TrainedModel:
         self._is_turned = is_turned
         self.has_names = bool(classes)
         self.classes = list(classes or map(str, range(weights.num_classes)))
-        self._augmentation = augmentation_of(config, recipe.data.eval_augment)
+        self._augmentation = evaluation_augmentation(config, recipe.data.eval_augment)
 
     def crop(self, image: AnImage) -> UInt8Array:
         """The crop of an image that an evaluation uses: uint8 (H, W, 3) of the model's size.

@@ -74,12 +74,12 @@ def test_what_is_missing_is_told_every_ten_seconds_until_the_limit_or_a_stop(clu
     run = FakeRun()
     run.stop = "Ctrl-C"
     with pytest.raises(RunStoppedError, match=r"^Ctrl-C$"):
-        finder(cluster, run, num_workers=8).found()
+        finder(cluster, run, num_workers=8).wait_for_place()
     assert (cluster.num_open, run.events) == (0, [])
     run.stop = None
     wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
     with pytest.raises(RunFailedError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
-        wants.found()
+        wants.wait_for_place()
     assert [text.partition(":")[0] for _, text, _ in run.events] == [
         f"no workers for {seconds} s" for seconds in (10, 20, 30, 40, 50, 60)
     ]
@@ -89,14 +89,14 @@ def test_what_is_missing_is_told_every_ten_seconds_until_the_limit_or_a_stop(clu
 def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(cluster):
     run = FakeRun()
     wants = finder(cluster, run, num_workers=4, place_timeout_minutes=1.0)
-    place = wants.found()
+    place = wants.wait_for_place()
     assert (place.waited_s, cluster.asked) == (placement.LOOK_S, [(4, None)])
     for _ in range(2):
         cluster.now_s += 20.0  # which Ray Train has waited
-        place = wants.found(place.since_s)
+        place = wants.wait_for_place(place.since_s)
     cluster.now_s += 20.0
     with pytest.raises(RunFailedError, match=r"no workers for 6\d s: .* lost .*minutes=1\)$"):
-        wants.found(place.since_s)
+        wants.wait_for_place(place.since_s)
     assert len(run.events) == 2
 
 
@@ -111,7 +111,7 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
 ):
     cluster.cpus, cluster.held = {"a": cpus}, held
     run = FakeRun()
-    place = finder(cluster, run, num_workers=[1, 8]).found()
+    place = finder(cluster, run, num_workers=[1, 8]).wait_for_place()
     assert (place.size, place.labels, cluster.num_open, run.events) == (size, {}, 0, [])
 
 
@@ -122,12 +122,12 @@ def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster):
         failing.note(WorkerPlace("10.0.0.1", "1", "", 5))
     wants = finder(cluster, run, failing, num_workers=4, label_selector={"pool": "a"})
     for _ in range(2):
-        place = wants.found()
+        place = wants.wait_for_place()
         assert place.labels == {"pool": "a", "ray.io/node-id": "!in(1)"}
     assert run.events == []
     # Where no other nodes have room for it, a group with the bad one is better than none.
-    assert finder(cluster, run, failing, num_workers=8).found().labels == {}
+    assert finder(cluster, run, failing, num_workers=8).wait_for_place().labels == {}
     cluster.held = 4.0  # nor where others keep what they have
-    place = wants.found()
+    place = wants.wait_for_place()
     assert place.labels == {"pool": "a"}
     assert place.waited_s > 60

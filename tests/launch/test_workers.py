@@ -151,7 +151,7 @@ class Attempts(Run):
         self.num_attempts = 0
         self.lost_since_s: list[float | None] = []
 
-    def found(self, lost_since_s: float | None = None) -> Place:
+    def wait_for_place(self, lost_since_s: float | None = None) -> Place:
         self.lost_since_s.append(lost_since_s)
         return PLACE
 
@@ -230,7 +230,7 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
 ])  # fmt: skip
 def test_a_stop_before_there_are_workers_is_no_failure(error, failure, told, tmp_path, monkeypatch):
     attempts = Attempts(tmp_path, failure=failure)
-    monkeypatch.setattr(attempts, "found", MagicMock(side_effect=error))
+    monkeypatch.setattr(attempts, "wait_for_place", MagicMock(side_effect=error))
     with pytest.raises(RunFailedError, match=told) if told else nullcontext():
         attempts.train()
     text = "SIGTERM; no workers were running, so no checkpoint was written"
@@ -290,7 +290,7 @@ def test_workers_that_are_silent_are_not_waited_for_without_end(has_started, tmp
         watched.start()
         assert not watched.is_over_within(10 * SILENT_S)
         watched.run.at = {}
-        assert watched.watch.known_group() == "00"  # though a recorder has forgotten it
+        assert watched.watch.group_id() == "00"  # though a recorder has forgotten it
     watched.is_heard = False
     assert not watched.is_over_within(SILENT_S)
     if has_started:

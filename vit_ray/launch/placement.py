@@ -71,7 +71,7 @@ class PlaceFinder:
         self.sizes: Sequence[int] = job.recipe.group_sizes if job.kind == "train" else workers.sizes
         self.resources = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
 
-    def found(self, lost_since_s: float | None = None) -> Place:
+    def wait_for_place(self, lost_since_s: float | None = None) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
 
         Args:
@@ -114,7 +114,7 @@ class PlaceFinder:
         """Whether the cluster places a group within some seconds, and can read beside it.
 
         Raises:
-            RunStoppedError: as `found`.
+            RunStoppedError: as `wait_for_place`.
         """
         end_s = self._clock() + _PATIENCE_S
         with self._asked_for(size, labels) as group:

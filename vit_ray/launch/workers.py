@@ -137,7 +137,7 @@ class Run:
         lost_since_s: float | None = None
         try:
             while True:
-                place = self.finder.found(lost_since_s)
+                place = self.finder.wait_for_place(lost_since_s)
                 ended = self.attempt(place)
                 lost_since_s = place.since_s if lost_place(ended.error) else None
                 if lost_since_s is None and self._is_over(ended):
@@ -217,7 +217,7 @@ class Run:
             error = fit.exception() if fit.done() else watch.error
             # A controller that hangs or has died does not remove its placement group.
             if error or not fit.done():
-                give_back(watch.known_group())
+                give_back(watch.group_id())
         if (limit := micro_batch_limit(error)) is not None:
             self._job = replace(self._job, micro_batch_limit=limit)
         if error is not None or not watch.is_resizing:
@@ -307,7 +307,7 @@ class GroupWatch:
         The workers have ended the run, or are silent (`error`).
         """
         with contextlib.suppress(*_UNAVAILABLE):
-            self.known_group()
+            self.group_id()
             now_s, status = self._clock(), self._job.record.status()
             silent_s = now_s - max(self._began_s, status.heard_s)
             has_ended_well = has_ended(self._job, status)
@@ -325,7 +325,7 @@ class GroupWatch:
                 self._job.record.request_resize()
         return False
 
-    def known_group(self) -> str:
+    def group_id(self) -> str:
         """Placement group of the workers; empty if no worker has sent its worker info yet."""
         if not self._group:
             with contextlib.suppress(*_UNAVAILABLE):

@@ -296,13 +296,12 @@ class Attempt:
             for images in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
         ]
         layers = list(passes[0])
-        sizes = all_max([max(found[layer] for found in passes) for layer in layers], engine.device)
+        by_layer = [max(one_pass[layer] for one_pass in passes) for layer in layers]
+        sizes = all_max(by_layer, engine.device)
         largest = layers[int(np.argmax(sizes))]  # the first of those that are not finite
-        where = (
-            "finite when the model is evaluated, largest in"
-            if max(sizes) < math.inf
-            else ("first not finite in")
-        )
+        where = "finite when the model is evaluated, largest in"
+        if math.isinf(max(sizes)):
+            where = "first not finite in"
         return f"Samples {_listed(samples)}. Activations are {where} {largest}"
 
     def wishes(self, step: int) -> tuple[bool, bool]:

@@ -1,7 +1,6 @@
 """Which MLflow run the parent of trainings goes on with, on a real store, written by a Tracker."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,31 +70,3 @@ def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path):
     assert tags[RUN_FOLDER] == moved.run_folder
     MlflowClient(moved.tracking.uri).delete_run(run_id)
     assert record(moved) != run_id
-
-
-def tag_of(recipe: Recipe, run_id: str | None) -> str | None:
-    run = MlflowClient(recipe.tracking.uri).get_run(str(run_id))
-    return run.data.tags.get("mlflow.parentRunId")
-
-
-def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(tmp_path):
-    """As where the server answers late, or the driver died before it did."""
-    recipe = sweep_in(tmp_path, "runs")
-    log = metrics_log_path(recipe.run_folder)
-    child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent_log=log)
-    waiting = Tracker.begin(child)
-    assert waiting.run_id is None
-    waiting.finish("KILLED", timeout_s=0.0)  # its driver dies
-    again = Tracker.begin(replace(child, key="second"))
-    assert again.run_id is None
-    first = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log))
-    assert again.flush(60.0)
-    assert tag_of(recipe, again.run_id) == first.run_id
-    again.finish()
-    first.finish()
-    # Again at each start: a run whose parent was not known is attached later.
-    MlflowClient(recipe.tracking.uri).delete_tag(str(again.run_id), "mlflow.parentRunId")
-    third = Tracker.begin(replace(child, key="third"))
-    third.finish()
-    assert tag_of(recipe, third.run_id) == first.run_id
-    assert third.run_id == again.run_id

@@ -31,7 +31,7 @@ ALLOWED = {
     "evaluation": {"models", "measure"},
     "data": {"measure"},
     "tracking": {"measure"},
-    "report": {"measure"},
+    "report": {"measure", "tracking"},
     **{package: set() for package in ("models", "measure", "deepspeed_internals", *EVERYONE)},
 }
 FOREIGN = {

@@ -15,8 +15,14 @@ from scipy import stats
 
 from tests.report.made_store import Store, scale_of
 from vit_ray.evaluation.examples import picture
-from vit_ray.experiments.write_page import keep_page
-from vit_ray.report.page import Written, confusion, events, gallery, write_report
+from vit_ray.report.page import (
+    Written,
+    confusion,
+    events,
+    gallery,
+    keep_page,
+    write_report,
+)
 from vit_ray.report.runs import load_runs
 
 

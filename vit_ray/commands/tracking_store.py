@@ -32,7 +32,7 @@ def report(recipe: Recipe) -> "Written":
         ValueError: MLflow has no such runs.
         RuntimeError: MLflow does not answer, or cannot be used.
     """
-    from vit_ray.experiments.write_page import keep_page, write_page
+    from vit_ray.report.page import keep_page, write_page
     from vit_ray.tracking.mlflow_client import asking
 
     uri = recipe.tracking.uri

@@ -494,7 +494,7 @@ def page_of(parent: OpenParent, run_id: str) -> "Written | None":
     recipe = parent.recipe
     try:
         # Here: the processes of trials import this module, and need neither MLflow nor charts.
-        from vit_ray.experiments.write_page import keep_page, write_page
+        from vit_ray.report.page import keep_page, write_page
         from vit_ray.tracking.mlflow_client import asking
 
         parent.run.record.flush(FLUSH_S)

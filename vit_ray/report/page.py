@@ -9,6 +9,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
 
-from vit_ray.addresses import redact
+from vit_ray.addresses import absolute_uri, redact
+from vit_ray.config import Recipe
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     DEV_TOP1,
@@ -42,7 +45,10 @@ from vit_ray.report.headline import (
 from vit_ray.report.runs import curve, file_of, load_runs, trainings
 from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
 from vit_ray.storage import locate
+from vit_ray.tracking.metrics_log import metrics_log_path
+from vit_ray.tracking.mlflow_client import page_hint
 
+DOTS_PER_INCH: Final = 150
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
@@ -156,6 +162,38 @@ def write_report(
     page.parent.mkdir(parents=True, exist_ok=True)
     locate(str(page)).write(text.encode())  # in one step: a reader sees the old file or the new
     return Written(page, missing, not len(all_runs), lead, page_figures, page_tables)
+
+
+def write_page(recipe: Recipe, run_id: str | None) -> Written:
+    """The page of a run with its children; without `run_id`, of the experiment.
+
+    Raises:
+        ValueError: MLflow has no such runs.
+    """
+    uri = absolute_uri(recipe.tracking.uri)
+    page = metrics_log_path(recipe.run_folder).with_name("report.html")
+    opening = f"Recipe, events and files of each run are in MLflow: {page_hint(uri)}"
+    return write_report(uri, run_id or recipe.tracking.experiment, page, opening)
+
+
+def keep_page(client: MlflowClient, run_id: str, written: Written) -> None:
+    """Store a page with a run in MLflow: the file, the figures as PNG, the tables as JSON."""
+    client.log_artifact(run_id, str(written.page))
+    uri = str(client.get_run(run_id).info.artifact_uri)
+    artifacts = get_artifact_repository(uri, client.tracking_uri)
+    for caption, figure in written.figures.items():
+        path = f"figures/{_file_name(caption)}.png"
+        client.log_figure(run_id, figure, path, save_kwargs={"dpi": DOTS_PER_INCH})
+    for caption, table in written.tables.items():
+        path = f"tables/{_file_name(caption)}.json"
+        # `log_table` would append rows to an earlier table.
+        with contextlib.suppress(Exception):  # there is none yet, or the store cannot delete
+            artifacts.delete_artifacts(path)  # type: ignore[no-untyped-call]
+        client.log_table(run_id, table.reset_index(), path)
+
+
+def _file_name(caption: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", re.split("[?:;,]( |$)", caption.lower())[0]).strip("_")
 
 
 def _sections(runs: pd.DataFrame, all_runs: pd.DataFrame, client: MlflowClient) -> list[Section]:

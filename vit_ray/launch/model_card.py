@@ -109,7 +109,8 @@ def model_card(
     count, num_classes = sizes
     model = recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
-    result, evaluation, recorded = None, "No accuracy is recorded.", ""
+    result: EvalResult | None = None
+    evaluation, recorded = "No accuracy is recorded.", ""
     if position is not None:
         if "model" in position.recipe:
             recipe = Recipe.model_validate_json(json.dumps(position.recipe))

@@ -128,11 +128,14 @@ def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one():
 
 
 @pytest.mark.parametrize("step", [7, 20])
-def test_a_project_may_be_moved(step):
+def test_a_project_may_be_moved(step, tmp_path):
     places = {"data": {"eval": "/a/data/test"}, "output": "/a/runs", "init_from": "/a/runs/base"}
-    begun = linear_recipe(**places)
-    moved = linear_recipe(data={"eval": "/b/data/test"}, output="/b/runs", init_from="/b/runs/base")
-    assert accepted(moved, position(step, begun)) == []
+    begun, b = linear_recipe(**places), str(tmp_path)
+    for folder in ("data/test", "runs/base"):
+        (tmp_path / folder).mkdir(parents=True)
+    for eval_set in (f"{b}/data/test", "/a/data/test"):  # moved, too, or not
+        moved = {"data": {"eval": eval_set}, "output": f"{b}/runs", "init_from": f"{b}/runs/base"}
+        assert accepted(linear_recipe(**moved), position(step, begun)) == []
     weights = begun.with_changes(init_from="/elsewhere/base")
     (event,) = accepted(weights, position(step, begun))
     assert "init_from was /a/runs/base and is /elsewhere/base" in event

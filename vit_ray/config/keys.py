@@ -79,34 +79,21 @@ def is_trained(key: str) -> bool:
     return on_resume(key) not in (None, OnResume.FREE)
 
 
-def incompatible_changes(
-    before: Mapping[str, str], now: Mapping[str, str], without: tuple[str, ...] = ()
-) -> list[Change]:
+def incompatible_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
     """The deciding keys that differ, in the recipe's order; `auto` matches any earlier value.
 
     Args:
         before, now: `Recipe.flat`; a key that is not in both is ignored.
-        without: further keys to ignore.
     """
-    ignored = {*without, *_moved_along(before, now)}
-    if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
-        ignored.add("evaluate.every_steps")  # with early stopping it decides when the run stops
+    stops_early = [flat.get("train.early_stopping") for flat in (before, now)]
+    # With early stopping, this interval decides when the run stops.
+    ignored = "evaluate.every_steps" if "None" in stops_early else ""
     return [
         Change(key, before[key], value)
         for key, value in now.items()
-        if is_trained(key) and key not in ignored
+        if is_trained(key) and key != ignored
         if value != "auto" and before.get(key, value) != value
     ]
-
-
-def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Keys whose paths are unchanged relative to the run's output: all folders moved together."""
-    relative_paths = {}
-    for key in (*EVALUATED_SETS, "init_from"):
-        pairs = [(flat.get(key, "None"), flat.get("output", "None")) for flat in (before, now)]
-        if not any(path == "None" or "://" in path for path in (*pairs[0], *pairs[1])):
-            relative_paths[key] = {os.path.relpath(*pair) for pair in pairs}
-    return [key for key, paths in relative_paths.items() if len(paths) == 1]
 
 
 def sections() -> dict[str, str]:

@@ -29,7 +29,7 @@ from vit_ray.config.keys import (
     on_resume,
 )
 from vit_ray.config.loading import changed, mlflow_variables
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recipe import leaves, recipe_from_dict
 from vit_ray.config.schema import NAME, OnResume, validated
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
@@ -90,7 +90,8 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
 
 
 def changes_since(position: Position, resolved: ResolvedRun) -> tuple[Recipe, list[Change]]:
-    """The recipe of a checkpoint, and the deciding keys, and the data set, that have changed.
+    """The recipe of a checkpoint, and the deciding keys, and the data set, that have changed; a
+    path that has moved with the run folder has not.
 
     Raises:
         ValueError: another version of this package has written the recipe.
@@ -104,7 +105,9 @@ def changes_since(position: Position, resolved: ResolvedRun) -> tuple[Recipe, li
     )
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()}
-    return before, incompatible_changes(then, now)
+    moved = dict(leaves(where_it_lies(position.recipe, locate(resolved.recipe.run_folder))))
+    changes = incompatible_changes(then, now)
+    return before, [change for change in changes if moved.get(change.key) != change.now]
 
 
 def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from tests.data.stream.reading import (
 from tests.recipes import recipe_with
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import Order, ShuffleWindow
+from vit_ray.data.order import Order, Partition, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
+from vit_ray.data.stream.ray_datasets import segments_of
 from vit_ray.data.stream.stream_server import (
     Pass,
     RankStreams,
@@ -187,8 +187,8 @@ def test_segments_of_two_epochs_are_one_run_in_the_order_of_the_seed(dataset, mo
     monkeypatch.setattr(ray_datasets, "_SEGMENT_TASKS", 3)
     window = ShuffleWindow(BATCH, 3)
     spec = StreamSpec(dataset, TINY, seed=11, window=window, num_cpus=0.5, task_rows=48)
-    readers = HostRanks("many-segments", range(2), 2)
-    segments = list(segments_of(spec, readers, batch_size=12, start=0, stop=20 * BATCH))
+    blocks = segments_of("many-segments", spec, range(2), Partition(2, 12), 0, 20 * BATCH)
+    segments = list(blocks)
     assert len(segments) > 2
     found: list[list[int]] = [[], []]
     for one in blocks_of(iter(segments)):

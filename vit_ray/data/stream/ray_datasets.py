@@ -61,52 +61,40 @@ class Segment:
     next_at: int
 
 
-@dataclass(frozen=True)
-class HostRanks:
-    """The ranks of a group whose blocks one server reads.
-
-    Attributes:
-        name: identifies this pass over the stream; the same on all servers of the group.
-        ranks: consecutive ranks.
-        world_size: number of ranks in the whole group.
-    """
-
-    name: str
-    ranks: range
-    world_size: int
-
-    @property
-    def share(self) -> float:
-        """Fraction of the group's blocks, and so of the cluster's resources for reading."""
-        return len(self.ranks) / self.world_size
-
-
 def segments_of(
+    name: str,
     spec: StreamSpec,
-    readers: HostRanks,
-    batch_size: int,
+    ranks: range,
+    partition: Partition,
     start: int,
     stop: int | None = None,
 ) -> Iterator[Segment]:
     """Some ranks' blocks of a stream, in consecutive segments.
 
     Args:
-        batch_size: rows of a rank's micro-batch.
+        name: identifies this pass over the stream; the same on all servers of the group.
+        ranks: consecutive ranks, whose blocks one server reads.
+        partition: of the whole group.
         start: training: samples seen before; positions over all epochs joined.
-        stop: training: samples seen after. None for an evaluation, which has every image once, in
-            order, padded so that all ranks get the same number of whole batches.
-
-    Raises:
-        ValueError: the range of a training is empty, or not a whole number of passes of all ranks.
+        stop: training: samples seen after, whole passes of all ranks later. None for an evaluation,
+            which has every image once, in order, padded so that all ranks get the same number of
+            whole batches.
     """
-    job, tasks = _planned(spec, readers, batch_size, start, stop)
-    share = readers.share
+    job = StreamJob(spec, partition, start, is_training=stop is not None)
+    passes = -(-spec.num_images // partition.rows_per_pass)
+    if stop is not None:
+        passes, rest = divmod(stop - start, partition.rows_per_pass)
+        assert passes > 0, (start, stop)
+        assert rest == 0, (start, stop, partition)
+    tasks = read_tasks(partition, 0, passes * partition.batch_size_per_rank, job.shape, ranks)
+    # Of the group's blocks, and so of the cluster's resources for reading.
+    share = len(ranks) / partition.world_size
     max_bytes, max_tasks = None, None
     if spec.object_store_mib is not None:
         # Limit the tasks so that their finished blocks take at most half of it: Ray Data counts
         # blocks only once it knows their size, and starts with as many tasks as there are CPUs.
         max_bytes = int(share * (spec.object_store_mib << 20))
-        rows = job.shape.full_passes(job.partition) * batch_size
+        rows = job.shape.full_passes(partition) * partition.batch_size_per_rank
         block_bytes = rows * math.prod(spec.augmentation.shape)
         max_tasks = max(1, max_bytes // 2 // (_BLOCKS_READY * block_bytes))
     order = Order(spec.manifest.rows, spec.seed, job.is_training, job.window)
@@ -116,32 +104,13 @@ def segments_of(
     while segment_tasks := list(itertools.islice(tasks, _SEGMENT_TASKS)):
         epochs = _epochs_of(job, segment_tasks) if is_large else range(0)
         drawn = {n: drawn[n] if n in drawn else ray.put(order.draw(n)) for n in epochs}
-        source = _BlockSource(readers.name, job_ref, drawn, segment_tasks)
-        ranks = [rank for task in segment_tasks for rank in task.ranks]
+        source = _BlockSource(name, job_ref, drawn, segment_tasks)
+        block_ranks = [rank for task in segment_tasks for rank in task.ranks]
         next_at = 0  # two datasets in progress would take twice the object store
         if max_bytes is None:
             last = sum(len(task.ranks) for task in segment_tasks[-reading_tasks(spec, share) :])
-            next_at = min(last, len(ranks) - 1)
-        yield Segment(_dataset_of(source, spec, max_bytes, max_tasks), ranks, next_at)
-
-
-def _planned(
-    spec: StreamSpec, readers: HostRanks, batch_size: int, start: int, stop: int | None
-) -> tuple[StreamJob, Iterator[BlockTask]]:
-    partition = Partition(readers.world_size, batch_size)
-    rows_per_pass = partition.rows_per_pass
-    if stop is None:
-        passes = -(-spec.num_images // rows_per_pass)
-    elif stop <= start or (stop - start) % rows_per_pass:
-        raise ValueError(
-            f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
-            f"multiple of workers x batch size per rank ({readers.world_size} x {batch_size} = "
-            f"{rows_per_pass}); use a multiple of {rows_per_pass}"
-        )
-    else:
-        passes = (stop - start) // rows_per_pass
-    job = StreamJob(spec, partition, start, is_training=stop is not None)
-    return job, read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
+            next_at = min(last, len(block_ranks) - 1)
+        yield Segment(_dataset_of(source, spec, max_bytes, max_tasks), block_ranks, next_at)
 
 
 def _dataset_of(

@@ -24,14 +24,9 @@ import ray.util
 from ray.data import DataContext
 from ray.data.block import Block
 
+from vit_ray.data.order import Partition
 from vit_ray.data.stream.batches import Batch, StreamSpec
-from vit_ray.data.stream.ray_datasets import (
-    HostRanks,
-    Segment,
-    cut,
-    segments_of,
-    warm_up,
-)
+from vit_ray.data.stream.ray_datasets import Segment, cut, segments_of, warm_up
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics, near_by
 
 # Maximum size of the blocks of an evaluation that are kept: 850 images of 224 pixels.
@@ -289,12 +284,11 @@ class StreamServer:
     def _read(self, stream_pass: Pass) -> Blocks:
         spec = self._specs[stream_pass.stream]
         name = f"{self._group}/{stream_pass.stream}/{stream_pass.number}"
-        readers = HostRanks(name, self._ranks, self._world_size)
+        partition = Partition(self._world_size, stream_pass.batch_size)
         if self._warms_up:
-            warm_up(spec, readers.share)
-        return blocks_of(
-            segments_of(spec, readers, stream_pass.batch_size, stream_pass.start, stream_pass.stop)
-        )
+            warm_up(spec, len(self._ranks) / self._world_size)
+        start, stop = stream_pass.start, stream_pass.stop
+        return blocks_of(segments_of(name, spec, self._ranks, partition, start, stop))
 
 
 class RankStreams:

@@ -120,9 +120,9 @@ def test_a_mended_archive_is_indexed_anew(tmp_path):
 REJECTED: dict[str, dict[str, bytes]] = {
     "its label is empty": {"cls": b" \n"},
     "can't decode": {"cls": "caf\xe9".encode("latin-1")},
-    "the sample ['jpg', 'jpg.cls'] needs one field for the label": {"jpg.cls": b"a"},
-    "its .json is not JSON": {"json": b"{broken"},
-    "a JSON list, not an object": {"json": b"[1]"},
+    "it needs one field for the label (label or": {"jpg.cls": b"a"},
+    "its .json is not a JSON object": {"json": b"{broken"},
+    "'list' object is not a mapping": {"json": b"[1]"},
     "recursion": {"json": b"[" * 10**5},
     "limit": {"json": b'{"label":' + b"1" * 9999 + b"}"},
     "of type float": {"json": b'{"label": 1.5}'},

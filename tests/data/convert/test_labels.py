@@ -71,8 +71,8 @@ def names_of(
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        ({"0", "-1", "1"}, r"from -1 to 1 \(-1 by convention means that an image is not labelled"),
-        ({"0", "1", "3"}, "from 0 to 3, and not 0 to 2, .*labels_are=indices .*labels_are=names"),
+        ({"0", "-1", "1"}, r"from -1 to 1, and not 0 to 2 \(-1 by convention: not labelled"),
+        ({"0", "1", "3"}, "from 0 to 3, and not 0 to 2 .*labels_are=indices .*labels_are=names"),
         ({"1", "2", "3"}, "from 1 to 3, and not 0 to 2"),
         ({"0", "1", "01"}, "3 integers from 0 to 1, and not 0 to 2"),
         ({"2", "10"}, "2 integers from 2 to 10, and not 0 to 1"),
@@ -92,7 +92,7 @@ def test_indices_without_names_keep_their_places():
     assert names_of({"0", "3"}, "index", "indices") == ["0", "1", "2", "3"]
     assert names_of({"0", "1"}, "index", "auto") == ["0", "1"]
     for wrong in ("-1", "cat", "01", "999999999999"):
-        with pytest.raises(ValueError, match=r"not integers from 0 to 999,999; correct them"):
+        with pytest.raises(ValueError, match=rf"\['{wrong}'\] are not indices of the 1 classes"):
             names_of({"0", wrong}, "text", "indices")
 
 

@@ -139,10 +139,10 @@ def test_an_odd_quote_rejects_every_line_that_it_takes_in(folder, name):
 def test_each_bad_line_of_json_is_rejected_alone(folder):
     file, good = folder / "list.jsonl", list(IMAGES)[:20]
     bad = {
-        b"[1, 2]": ("#21", "a JSON list"),
-        b"null": ("#22", "a JSON NoneType"),
-        b'{"path": "a.jpg"': ("#23", "not JSON"),
-        b"\xff\xfe": ("#24", "not JSON"),
+        b"[1, 2]": ("#21", "'list' object"),
+        b"null": ("#22", "'NoneType' object"),
+        b'{"path": "a.jpg"': ("#23", "not a JSON object"),
+        b"\xff\xfe": ("#24", "not a JSON object"),
         b"[" * 10**5: ("#25", "recursion"),
         b'{"path": "", "label": "c"}': ("#26", "its path is ''"),
         b'{"path": 3.5, "label": "c"}': ("#27", "its path is 3.5"),

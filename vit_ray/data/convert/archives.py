@@ -35,7 +35,6 @@ from google_crc32c import value as crc32c
 from vit_ray.data.convert.labels import (
     LABEL_FIELDS,
     MAX_TEXT_BYTES,
-    checked_names,
     chosen_field,
     json_object,
     labelled,
@@ -102,31 +101,29 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
     Raises:
         DamagedUnitError: after the last complete member, if the archive is damaged.
     """
-    at = 0
+    end = 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all members
-                if tar.offset <= at:
-                    raise tarfile.ReadError("a header that leads backwards")
                 # The size of a sparse member includes holes.
                 is_plain = member.isreg() and not member.issparse()
-                end = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
-                if end > size:
+                last = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
+                if tar.offset <= end or last > size:
                     raise tarfile.ReadError(f"the file ends inside {member.name!r}")
-                at = tar.offset
+                end = tar.offset
                 yield member, is_plain
-            at = tar.offset
-        file.seek(at)
-        if file.read(_BLOCK) != bytes(_BLOCK):
-            raise tarfile.ReadError("no end marker, or a header that cannot be read")
-        while piece := file.read(io.DEFAULT_BUFFER_SIZE):
-            if any(piece):
-                raise tarfile.ReadError("more data after an archive's end marker")
+            end = tar.offset
+        file.seek(end)
+        has_end = file.read(_BLOCK) == bytes(_BLOCK)
+        if not has_end or any(map(any, iter(partial(file.read, io.DEFAULT_BUFFER_SIZE), b""))):
+            raise tarfile.ReadError(
+                "no end marker, a header that cannot be read, or more data after an end marker"
+            )
     except Exception as error:  # a broken header makes tarfile raise anything
         if is_of_the_store(error):
             raise
-        raise DamagedUnitError(path, at, str(error) or type(error).__name__) from error
+        raise DamagedUnitError(path, end, str(error) or type(error).__name__) from error
 
 
 def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
@@ -174,11 +171,8 @@ def _sample_row(
         fields = json_object(_text(files, "json", file), "its .json")
     row = replace(row, path=unit.path, offset=image[0], length=image[1])
     if label_field in texts:
-        return labelled(row, texts[label_field], fields | texts, unit.config, "text")
-    names = [name for name, value in fields.items() if value is not None]
-    subject = f"the sample {listed}"
-    field = chosen_field("label", unit.config.label_field, LABEL_FIELDS, names, subject)
-    return labelled(row, fields[field], fields | texts, unit.config)
+        return labelled(row, fields | texts, unit.config, label_field, "text")
+    return labelled(row, fields | texts, unit.config, unit.config.label_field)
 
 
 def _text(files: dict[str, tuple[int, int] | None], suffix: str, file: IO[bytes]) -> str:
@@ -244,16 +238,6 @@ def names_beside(unit: Unit) -> Location:
     return locate(unit.path.rpartition("/")[0]).child(name)
 
 
-def declared_classes(unit: Unit) -> list[str] | None:
-    """Class names of a task of VTAB, or from a file next to the unit; None without such a file."""
-    if task := VTAB_LABELS.get(unit.config.label_field or ""):
-        return [str(label) for label in range(task[0])]
-    location = names_beside(unit)
-    if not location.exists():
-        return None
-    return checked_names(location.read().decode().splitlines(), location.uri)
-
-
 def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each record; no bytes if the record is damaged or too large."""
     at = 0
@@ -286,23 +270,17 @@ def _record_row(row: Row, unit: Unit, offset: int, record: bytes) -> Row:
     image = features[field]
     if len(image) != 1 or not isinstance(image[0], bytes):
         raise ValueError(f"its {field!r} is not an encoded image")
-    if config.label_field in _BINARY:
-        content = _brighter(image[0])
+    if config.label_field in _BINARY and (pixels := decode(image[0])[..., 0]).max() <= 1:
+        content = cv2.imencode(".png", pixels * 255)[1].tobytes()
         row = replace(row, image=content, length=len(content))
     else:
         at = offset + record.index(image[0])  # or an earlier place with the same bytes
         row = replace(row, path=unit.path, offset=at, length=len(image[0]))
-    fields = {name: _plain(features[name]) for name in config.columns if name in features}
+    used = (*config.columns, *LABEL_FIELDS, config.label_field)
+    fields = {name: _plain(v) if name in used else v for name, v in features.items()}
     if config.label_field in VTAB_LABELS:
-        return labelled(row, vtab_label(config.label_field, features), fields, config)
-    field = chosen_field("label", config.label_field, LABEL_FIELDS, [*features], "it")
-    return labelled(row, _plain(features[field]), fields, config)
-
-
-def _brighter(image: bytes) -> bytes:
-    """A grey image with pixels 0 and 1, as PNG with 0 and 255; ValueError if it cannot be read."""
-    pixels = decode(image)[..., 0]
-    return image if pixels.max() > 1 else cv2.imencode(".png", pixels * 255)[1].tobytes()
+        fields[config.label_field] = vtab_label(config.label_field, features)
+    return labelled(row, fields, config, config.label_field)
 
 
 def _plain(values: list[Any]) -> Any:
@@ -360,7 +338,7 @@ VTAB_LABELS: Final[dict[str, tuple[int, Callable[[Features], int]]]] = {
     "snorb-azim": (18, partial(_grouped, "label_azimuth", 18, 18)),
     "snorb-elev": (9, partial(_grouped, "label_elevation", 9, 9)),
 }
-# Tasks whose images have pixels 0 and 1, not 0 to 255.
+# Tasks whose images have pixels 0 and 1; they are stored with 0 and 255.
 _BINARY: Final = ("dspr-loc", "dspr-ori")
 
 

@@ -171,7 +171,7 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
     location = locate(unit.path)
     label = checked_label(unit.path.rpartition("/")[2])
     if location.is_local:
-        rows = sorted(_walk(location.path, unit.folder), key=lambda row: row.path)
+        rows = sorted(_walk(location.path), key=lambda row: row.path)
     else:
         rows = [
             Row("", path=replace(location, path=i.path).uri, length=i.size, version=i.version)
@@ -218,30 +218,22 @@ def loose_images(folder: Location) -> list[str]:
     return [path for path in files if is_image_name(path)]
 
 
-def _walk(folder: str, root: str) -> Iterator[Row]:
-    """Everything below a folder that is not a folder; linked folders are read once."""
-    seen = {os.path.realpath(root), os.path.realpath(folder)}
-    if len(seen) == 1:
-        yield _linked(folder)
-        return
-    for path, names, files in os.walk(folder, followlinks=True, onerror=_refuse):
-        # Links last, so that a folder is read under its real path, if that is below `folder`.
-        names.sort(key=lambda name: (os.path.islink(f"{path}/{name}"), name))
-        for name in [*names]:
-            real = os.path.realpath(f"{path}/{name}")
-            if real in seen:
-                names.remove(name)
-                yield _linked(f"{path}/{name}")
-            seen.add(real)
+def _walk(folder: str) -> Iterator[Row]:
+    """Everything below a local folder that is not a folder.
+
+    Raises:
+        ValueError: a folder cannot be read, or is a link, which may lead to a folder above it.
+    """
+    for path, names, files in os.walk(folder, onerror=_refuse):
+        if links := [name for name in names if os.path.islink(f"{path}/{name}")]:
+            raise ValueError(
+                f"convert.source: '{path}/{links[0]}' is a link to a folder; only class folders "
+                "and files may be links, so move the folder there"
+            )
         for name in files:
             info = local_info(f"{path}/{name}")
             problem = None if info.kind == "file" else "it is a broken link or not a regular file"
             yield Row("", path=info.path, length=info.size, version=info.version, problem=problem)
-
-
-def _linked(folder: str) -> Row:
-    problem = "it is a link to a folder that is read already"
-    return Row("", path=folder, length=0, problem=problem)
 
 
 def _refuse(error: OSError) -> None:

@@ -49,20 +49,24 @@ def row_or_problem(row: Row, build: Callable[..., Row], *arguments: Any) -> Row:
 
 def labelled(
     row: Row,
-    value: Any,
     fields: Mapping[str, Any],
     config: ConvertConfig,
+    label_field: str | None,
     text_kind: LabelKind = "name",
 ) -> Row:
     """The row with its labels, and with the fields of `convert.columns` as text.
 
     Args:
-        value: a text, an integer, or a list of texts or of integers.
+        fields: of the source; the label is text, an integer, or a list of texts or of integers.
+        label_field: the field with the label; None takes the only one with a usual name.
         text_kind: what labels are if they are texts; integers are indices.
 
     Raises:
-        ValueError: the value has another type or is empty, or it is a one-hot list.
+        ValueError: there is no label, or several fields may be the label; or the label has another
+            type or is a one-hot list.
     """
+    names = [name for name, value in fields.items() if value is not None or name == label_field]
+    value = fields[chosen_field("label", label_field, LABEL_FIELDS, names, "it")]
     values = value if isinstance(value, list) else [value]
     if not values or None in values:
         raise ValueError("it has no label" if value in (None, []) else "a label is null")
@@ -107,15 +111,12 @@ def chosen_field(
     )
 
 
-def json_object(content: str | bytes, subject: str = "it") -> dict[str, Any]:
+def json_object(content: str, subject: str = "it") -> dict[str, Any]:
     """A JSON object; raises ValueError if the content is something else."""
     try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{subject} is not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{subject} is a JSON {type(fields).__name__}, not an object")
-    return fields
+        return {**json.loads(content)}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{subject} is not a JSON object ({error})") from error
 
 
 def stored_text(value: Any) -> str | None:
@@ -232,12 +233,14 @@ def classes_of(
             f"{declared[1][:5]}; give them by convert.classes, or convert some of the files"
         )
     names = list(config.classes or next(iter(declared), ()))
+    if not names and config.labels_are == "indices":
+        indices = map(int, filter(_INDEX.fullmatch, facts.labels))
+        names = list(map(str, range(max(indices, default=-1) + 1)))
     if names:
         texts = _labels_of_classes(names, facts, config.labels_are)
     else:
         is_lenient = of_folders or config.labels_are == "names"
-        _refuse_odd(sorted(facts.labels), facts.rows, is_lenient=is_lenient)
-        names = texts = _unnamed_classes(facts, config.labels_are, of_folders=of_folders)
+        names = texts = _unnamed_classes(facts, is_lenient=is_lenient)
     return names, {text: index for index, text in enumerate(texts)}
 
 
@@ -266,42 +269,21 @@ def _labels_of_classes(names: list[str], facts: SourceFacts, labels_are: str) ->
     return texts
 
 
-def _unnamed_classes(facts: SourceFacts, labels_are: str, *, of_folders: bool) -> list[str]:
-    """The class names from the labels."""
-    labels = sorted(facts.labels)
-    if labels_are == "indices":
-        if wrong := [text for text in labels if not _INDEX.fullmatch(text)]:
-            raise ValueError(
-                f"convert.labels_are=indices: labels such as {wrong[:5]} are not integers from 0 "
-                "to 999,999; correct them, or set convert.labels_are=names"
-            )
-        return list(map(str, range(max(map(int, labels), default=-1) + 1)))
-    if "name" in facts.kinds or not all(map(_INTEGER.fullmatch, labels)):
-        return labels
-    numbers = sorted(map(int, labels))
-    if labels_are == "auto" and not of_folders and numbers != list(range(len(numbers))):
-        hint = " (-1 by convention means that an image is not labelled)" if numbers[0] < 0 else ""
-        raise ValueError(
-            f"convert: labels such as {labels[:3]} are {len(numbers)} integers from {numbers[0]} "
-            f"to {numbers[-1]}{hint}, and not 0 to {len(numbers) - 1}, and the source declares no "
-            "class names; set convert.labels_are=indices to keep them, convert.labels_are=names to "
-            "renumber them from 0 on, or give convert.classes"
-        )
-    return sorted(labels, key=lambda text: (int(text), text))
-
-
-def _refuse_odd(labels: list[str], num_images: int, *, is_lenient: bool) -> None:
-    """Raises ValueError for two spellings of one class, and for texts that are probably no labels.
+def _unnamed_classes(facts: SourceFacts, *, is_lenient: bool) -> list[str]:
+    """The class names from the labels.
 
     Args:
-        is_lenient: checks spellings only.
+        is_lenient: only two spellings of one class are refused, and not texts that are probably no
+            labels, or integers other than 0 to n - 1.
     """
+    labels = sorted(facts.labels)
     spellings = Counter(map(str.casefold, labels))
     advice = "correct them, or list all classes in convert.classes"
     if alike := [label for label in labels if spellings[label.casefold()] > 1]:
         raise ValueError(f"convert: the labels {alike[:4]} differ only in capitals; {advice}")
     missing = [label for label in labels if label.lower() in _MISSING]
     decimals = [label for label in labels if not _INTEGER.fullmatch(label)]
+    numbers = [] if decimals or "name" in facts.kinds else sorted(map(int, labels))
     problems: dict[str, object] = {
         f"the label {missing[:1]} usually means that there is none": missing,
         f"the labels {labels[:2]} are truth values, and not class names": (
@@ -311,11 +293,17 @@ def _refuse_odd(labels: list[str], num_images: int, *, is_lenient: bool) -> None
             decimals and all(map(_NUMBER.fullmatch, labels))
         ),
         f"labels such as {labels[:2]} are lists, or {_ONE_HOT}": all(map(_LIST.fullmatch, labels)),
-        f"{num_images:,} images have {len(labels):,} different labels, such as "
+        f"{facts.rows:,} images have {len(labels):,} different labels, such as "
         f"{[label[:60] for label in labels[:1]]}; check convert.label_field": (
-            num_images >= _MANY_IMAGES and len(labels) > num_images // 2
+            facts.rows >= _MANY_IMAGES and len(labels) > facts.rows // 2
+        ),
+        f"labels such as {labels[:3]} are {len(numbers)} integers from {min(numbers, default=0)} "
+        f"to {max(numbers, default=0)}, and not 0 to {len(numbers) - 1} (-1 by convention: not "
+        "labelled); set convert.labels_are=indices to keep them": (
+            numbers != list(range(len(numbers)))
         ),
     }
     likely = [problem for problem, is_so in problems.items() if is_so]
     if likely and labels and not is_lenient:
         raise ValueError(f"convert: {likely[0]}; {advice}, or set convert.labels_are=names")
+    return sorted(labels, key=lambda text: (int(text), text)) if numbers else labels

@@ -19,6 +19,7 @@ from vit_ray.data.convert.files import (
     named_split,
     split_of,
 )
+from vit_ray.data.convert.labels import checked_names
 from vit_ray.data.convert.rows import LISTS, DamagedUnitError, Row, Unit, relative
 from vit_ray.data.images import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
@@ -28,8 +29,8 @@ _ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
     "loose": loose_rows,
     "webdataset": archives.tar_rows,
     "huggingface": tables.parquet_rows,
-    "csv": tables.list_rows,
-    "jsonl": tables.list_rows,
+    "csv": tables.csv_rows,
+    "jsonl": tables.jsonl_rows,
     "tfrecord": archives.tfrecord_rows,
 }
 # Formats of files, and their suffixes.
@@ -96,7 +97,12 @@ def declared_classes(unit: Unit) -> list[str] | None:
     if unit.format == "huggingface":
         with tables.opened(unit) as (_, columns):
             return columns.class_names
-    return archives.declared_classes(unit) if unit.format == "tfrecord" else None
+    if unit.format != "tfrecord":
+        return None
+    if task := archives.VTAB_LABELS.get(unit.config.label_field or ""):
+        return list(map(str, range(task[0])))
+    names = archives.names_beside(unit)
+    return checked_names(names.read().decode().splitlines(), names.uri) if names.exists() else None
 
 
 def units_of(config: ConvertConfig) -> list[Unit]:
@@ -115,10 +121,7 @@ def units_of(config: ConvertConfig) -> list[Unit]:
     elif len(folders) == 1 and (folders == [locate(source)] or not loose_images(folders[0])):
         units = _units_of_folder(config, folders[0])
     else:
-        common = _folder_of(list(matches))
-        units = _units_of_splits(config, folders, common) or [
-            Unit("folder", path, common.uri, config) for path in matches
-        ]
+        units = _units_of_classes(config, folders, [], _folder_of(list(matches)))
     for key, formats in _FORMATS_WITH.items():
         if (value := getattr(config, key)) and units[0].format not in formats:
             raise ValueError(
@@ -132,8 +135,7 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
     format = _format_of(location, config) if config.format == "auto" else config.format
     if format == "folder":
         folders = [location.child(name) for name in folders_in(location)]
-        units = _units_of_splits(config, folders, location)
-        return units or _classes_in(config, location, location)
+        return _units_of_classes(config, folders, [location], location)
     infos = location.list_files(recursive=format not in LISTS)
     names = [relative(info.path, location.path) for info in infos]
     names = [name for name in names if _kind_of(name) == format and not is_hidden(name)]
@@ -192,7 +194,7 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
     """
     kinds = _kinds_in(folder) & _SUFFIXES.keys()
     if not kinds:
-        return next(filter(None, map(_format_below, _folders_below(folder))), "folder")
+        return _format_below(folder) or "folder"
     format = _one_format(kinds, config)
     if format in LISTS:
         with_images = (n for n in folders_in(folder) if loose_images(folder.child(n)))
@@ -205,17 +207,14 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
     return format
 
 
-def _format_below(folder: Location) -> str:
-    """The format of a folder with images, tar, TFRecord or parquet files; empty for others."""
-    kinds = _kinds_in(folder)
-    archives = sorted(kinds & _SUFFIXES.keys() - {*LISTS})
-    return "folder" if "image" in kinds else next(iter(archives), "")
-
-
-def _folders_below(folder: Location, depth: int = _MAX_DEPTH) -> Iterator[Location]:
+def _format_below(folder: Location, depth: int = _MAX_DEPTH) -> str:
+    """The format of the first folder below with images, tar, TFRecord or parquet files, if any."""
     for child in map(folder.child, folders_in(folder) if depth else ()):
-        yield child
-        yield from _folders_below(child, depth - 1)
+        kinds = _kinds_in(child)
+        formats = ["folder"] if "image" in kinds else sorted(kinds & _SUFFIXES.keys() - {*LISTS})
+        if format := next(iter(formats), "") or _format_below(child, depth - 1):
+            return format
+    return ""
 
 
 def _kinds_in(folder: Location) -> set[str]:
@@ -241,17 +240,21 @@ def _folder_of(paths: list[str]) -> Location:
     return Location(locations[0].protocol, folder)
 
 
-def _units_of_splits(
-    config: ConvertConfig, folders: list[Location], common: Location
+def _units_of_classes(
+    config: ConvertConfig, folders: list[Location], roots: list[Location], common: Location
 ) -> list[Unit]:
-    """The class folders in folders that are splits; none if the folders are classes themselves.
+    """Class folders, those in folders that are splits, and the images next to them.
 
     Folders with names of splits are splits if no other folder has images, as a class may be named
     `train`, too, and if they contain folders, or are of several splits. `folder_rows` refuses class
     folders whose images are deeper.
 
+    Args:
+        roots: folders of the class folders, which may have images next to them.
+        common: keys are relative to it, or to the only split.
+
     Raises:
-        ValueError: a split must be chosen, or there are none, or they contain no classes.
+        ValueError: a split must be chosen, or there are none, or no class folders.
     """
     splits = {f: split for f in folders if (split := split_of(f.path.rpartition("/")[2]))}
     are_several = config.format == "auto" and len({*splits.values()}) > 1
@@ -259,25 +262,18 @@ def _units_of_splits(
     if (are_several or any(map(folders_in, splits))) and not any(map(loose_images, others)):
         roots = choose_split(splits, config.split, config.source)
         common = roots[0] if len(roots) == 1 else common
-        return [unit for root in roots for unit in _classes_in(config, root, common)]
-    if config.split is not None:
+        folders = [root.child(name) for root in roots for name in folders_in(root)]
+    elif config.split is not None:
         raise ValueError(
             f"convert.split={config.split!r}: {config.source!r} has no folders such as train and "
             "val with class folders in them; leave convert.split out"
         )
-    return []
-
-
-def _classes_in(config: ConvertConfig, root: Location, common: Location) -> list[Unit]:
-    """A unit for each class folder in a root, and a unit for the images next to them."""
-    names = folders_in(root)
-    if not names:
+    if not folders:
         raise ValueError(
             f"convert.source={config.source!r} has no files of the format 'folder'; expected "
-            f"{root.uri}/CLASS/IMAGE; unpack archives first, or set convert.format=folder if "
-            f"{root.uri.rpartition('/')[2]!r} is a class"
+            f"{common.uri}/CLASS/IMAGE; unpack archives first, or set convert.format=folder if "
+            f"{common.path.rpartition('/')[2]!r} is a class"
         )
-    units = [Unit("folder", root.child(name).uri, common.uri, config) for name in names]
-    if loose_images(root):
-        units.append(Unit("loose", root.uri, common.uri, config))
-    return units
+    units = [Unit("folder", folder.uri, common.uri, config) for folder in folders]
+    loose = [root.uri for root in roots if loose_images(root)]
+    return units + [Unit("loose", path, common.uri, config) for path in loose]

@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -20,14 +20,13 @@ import pyarrow.parquet as pq
 
 from vit_ray.data.convert.labels import (
     LABEL_FIELDS,
-    MAX_TEXT_BYTES,
     checked_names,
     chosen_field,
     json_object,
     labelled,
     row_or_problem,
 )
-from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
+from vit_ray.data.convert.rows import DamagedUnitError, LabelKind, Row, Unit
 from vit_ray.data.images import is_image_name
 from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.storage import is_of_the_store, locate
@@ -123,9 +122,9 @@ def _with_labels(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, 
     Raises:
         ValueError: they are invalid.
     """
-    names = [name for name in unit.config.columns if name in batch.schema.names]
+    names = [name for name in (columns.label, *unit.config.columns) if name in batch.schema.names]
     fields = {name: batch.column(name)[at].as_py() for name in names}
-    row = labelled(row, batch.column(columns.label)[at].as_py(), fields, unit.config)
+    row = labelled(row, fields, unit.config, columns.label)
     classes = columns.class_names
     if classes is None or row.kind != "index":
         return row
@@ -171,28 +170,18 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
         ValueError: they are missing, duplicated or ambiguous.
     """
     file, config = repr(unit.path), unit.config
-    declared = _declared(schema, file)
+    try:  # class names by column, as the datasets library declares them
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features") or {}
+        declared = {c: names for c in schema.names if (names := _names(features.get(c)))}
+    except (ValueError, AttributeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{file}: its huggingface metadata is damaged") from error
     label_fields = (*LABEL_FIELDS, *declared)
     image = chosen_field("image", config.image_field, IMAGE_FIELDS, schema.names, file)
     label = chosen_field("label", config.label_field, label_fields, schema.names, file)
     is_struct = pa.types.is_struct(schema.field(image).type)
-    names = declared.get(label)
-    return Columns(
-        image,
-        f"{image}.bytes" if is_struct else image,
-        label,
-        None if names is None else checked_names(names, file),
-    )
-
-
-def _declared(schema: pa.Schema, file: str) -> dict[str, list[str]]:
-    # Class names by column, as the datasets library declares them.
-    try:
-        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = metadata.get("info", {}).get("features") or {}
-        return {c: names for c in schema.names if (names := _names(features.get(c)))}
-    except (ValueError, AttributeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{file}: its huggingface metadata is damaged") from error
+    class_names = checked_names(declared[label], file) if label in declared else None
+    return Columns(image, f"{image}.bytes" if is_struct else image, label, class_names)
 
 
 def _names(feature: Any) -> Any:
@@ -202,64 +191,37 @@ def _names(feature: Any) -> Any:
     return feature and (feature.get("names") or _names(feature.get("feature")))
 
 
-def list_rows(unit: Unit) -> Iterator[Row]:
-    """Rows of a CSV file with a header, or lines of JSON objects, with `path` and `label`.
+def jsonl_rows(unit: Unit) -> Iterator[Row]:
+    """Lines of JSON objects with `path` and `label` or `labels`."""
+    for number, line in enumerate(_lines(unit), 1):
+        if line.strip():
+            yield row_or_problem(Row(f"{unit.path}#{number}"), _json_row, unit, line)
 
-    Several labels are a list `labels` in JSON, and `;` between them in the column `labels` of CSV.
 
-    Raises:
-        ValueError: the header of a CSV file lacks a path or a label, or a quote is never closed.
-    """
-    records_of = _csv_records if unit.format == "csv" else _json_records
-    for number, record in records_of(unit):
-        row = Row(f"{unit.path}#{number}")
-        if isinstance(record, str):
-            yield replace(row, problem=record)
-        else:
-            yield row_or_problem(row, _list_row, unit, record)
+def _json_row(row: Row, unit: Unit, line: str) -> Row:
+    return _list_row(row, unit, json_object(line))
 
 
 def _lines(unit: Unit) -> Iterator[str]:
-    """The lines of a list; raises ValueError for UTF-16, and for a line that is too long.
+    """The lines of a list; raises ValueError if it is UTF-16.
 
     Bytes that are not UTF-8 become surrogates, so that only their row is rejected.
     """
     with unit.opened() as (file, _):
         if file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise ValueError(f"{unit.path!r} is UTF-16; save it as UTF-8")
-        text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
-        for number in itertools.count(1):
-            line = text.readline(MAX_TEXT_BYTES)
-            if len(line) == MAX_TEXT_BYTES:
-                raise ValueError(
-                    f"{unit.path!r}: line {number} has {MAX_TEXT_BYTES:,} characters or more; "
-                    "leave it out"
-                )
-            if not line:
-                return
-            yield line
+        yield from io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
 
 
-# The number of a record's first line, and its fields, or what is wrong with it.
-_Record = tuple[int, dict[str, Any] | str]
-
-
-def _json_records(unit: Unit) -> Iterator[_Record]:
-    for number, line in enumerate(_lines(unit), 1):
-        try:
-            if line.strip():
-                yield number, json_object(line)
-        except ValueError as error:
-            yield number, str(error)
-
-
-def _csv_records(unit: Unit) -> Iterator[_Record]:
-    """The rows of a CSV file; names of columns in lower case, and as the user gives them.
+def csv_rows(unit: Unit) -> Iterator[Row]:
+    """Rows of a CSV file with a header: `path` and `label`, or `labels` with `;` between them.
 
     A row of several lines that is wrong is an error of each of them.
+
+    Raises:
+        ValueError: the header lacks a path or a label, or a quote is never closed.
     """
-    path, config = repr(unit.path), unit.config
-    lines = _lines(unit)
+    path, config, lines = repr(unit.path), unit.config, _lines(unit)
     first = next(lines, "")
     delimiter = max(",;\t", key=first.count)
     records = _records(itertools.chain([first], lines), delimiter)
@@ -276,10 +238,17 @@ def _csv_records(unit: Unit) -> Iterator[_Record]:
                 'there to the end are one row; close it, or write "" for a quote inside quotes'
             )
         if problem := _csv_problem(row, text, indices, len(names), delimiter):
-            yield from ((number, problem) for number in range(line, line + len(text)))
+            for number in range(line, line + len(text)):
+                yield Row(f"{unit.path}#{number}", problem=problem)
         elif row:
-            fields = dict(zip(names, row, strict=True))
-            yield line, fields | {name: fields.get(lower) for name, lower in given.items()}
+            fields: dict[str, Any] = dict(zip(names, row, strict=True))
+            if label == "labels":
+                fields[label] = list(filter(str.strip, fields[label].split(";")))
+            elif _BOXES.fullmatch(fields[label]):
+                fields[label] = re.findall(_CLASS, fields[label])
+            # Names of columns in lower case, and as the user gives them.
+            fields |= {name: fields.get(lower) for name, lower in given.items()}
+            yield row_or_problem(Row(f"{unit.path}#{line}"), _list_row, unit, fields)
 
 
 def _records(
@@ -329,29 +298,21 @@ def _csv_problem(
     return None
 
 
-def _list_row(row: Row, unit: Unit, fields: Mapping[str, Any]) -> Row:
+def _list_row(row: Row, unit: Unit, fields: dict[str, Any]) -> Row:
     """The row of a record of a list; only its key is known if the path or the label is wrong."""
     config, names = unit.config, [name for name, value in fields.items() if value is not None]
     path = fields[chosen_field("image", config.image_field, _PATH_FIELDS, names, "it")]
     if type(path) not in (str, int) or not str(path).strip():
         raise ValueError(f"its path is {path!r}, and must be a text or a number")
     row = replace(row, key=(config.image_pattern or "{}").replace("{}", str(path)))
-    return row_or_problem(row, _located, unit, fields, names)
+    return row_or_problem(row, _located, unit, fields)
 
 
-def _located(row: Row, unit: Unit, fields: Mapping[str, Any], names: list[str]) -> Row:
+def _located(row: Row, unit: Unit, fields: dict[str, Any]) -> Row:
     """A row with its path, which is its key or below the list's folder, and its labels."""
     if row.key.startswith(("http://", "https://")):
         raise ValueError("it is a URL; download the images first, and list their paths")
     is_absolute = row.key.startswith(("/", "s3://"))
     row = replace(row, path=row.key if is_absolute else f"{unit.folder}/{row.key}")
-    field = chosen_field("label", unit.config.label_field, LABEL_FIELDS, names, "it")
-    if unit.format == "csv":
-        return labelled(row, _csv_labels(fields[field], field), fields, unit.config, "text")
-    return labelled(row, fields[field], fields, unit.config)
-
-
-def _csv_labels(text: str, field: str) -> str | list[str]:
-    if _BOXES.fullmatch(text):
-        return re.findall(_CLASS, text)
-    return list(filter(str.strip, text.split(";"))) if field == "labels" else text
+    text_kind: LabelKind = "text" if unit.format == "csv" else "name"
+    return labelled(row, fields, unit.config, unit.config.label_field, text_kind)

@@ -18,8 +18,6 @@ BLOCK: Final = 8
 _BASELINE: Final = frozenset({0xC0, 0xC1})
 _FRAMES: Final = _BASELINE | {0xC2}
 _SCAN: Final = 0xDA
-# Lossless, hierarchical, arithmetic.
-_OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _RESTART_INTERVAL: Final = 0xDD
 # A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
 # restart marker.
@@ -137,8 +135,6 @@ def read_frame(image: bytes) -> JpegFrame | None:
     frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0
     try:
         for marker, at, length in header_segments(image):
-            if marker in _OTHER_FRAMES:
-                return None
             if at == 4 and is_front(image[2 : 4 + length]):
                 front = 4 + length
             if not tables_at and not _is_metadata(marker):
@@ -147,7 +143,7 @@ def read_frame(image: bytes) -> JpegFrame | None:
                 frame_at, is_baseline = at, marker in _BASELINE
             elif marker == _RESTART_INTERVAL:
                 (interval,) = struct.unpack_from(">H", image, at + 2)
-        if not frame_at:
+        if not frame_at:  # lossless, hierarchical, arithmetic
             return None
         # The last segment is the header of the scan.
         precision, height, width, components = struct.unpack_from(">BHHB", image, frame_at + 2)

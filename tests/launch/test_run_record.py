@@ -147,7 +147,8 @@ def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brin
     record.finish.side_effect = RuntimeError("the recorder has died") if fault == "died" else None
     with opened() as run:
         run.is_complete = True
-    assert (f"run: vit-ray replay {run.record.log_path} URI" in caplog.text) is bool(fault)
+    log = metrics_log_path(load_recipe("digits").run_folder).absolute()
+    assert (f"run: vit-ray replay {log} URI" in caplog.text) is bool(fault)
     assert ({"away": "no answer", "died": "has died", None: ""}[fault]) in caplog.text
 
 

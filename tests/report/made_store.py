@@ -40,7 +40,8 @@ class Store:
         start_ms = 1_700_000_000_000 + 1000 * next(_numbers)
         run = self.client.create_run(self.experiment, start_ms, known, name)
         run_id = str(run.info.run_id)
-        values = {"seed": seed, "model.name": "ViT-B/16", **(params or {})}
+        always = {"seed": seed, "model.name": "ViT-B/16", "data.fraction": 1.0}
+        values = {**always, "optim.name": "adamw", **(params or {})}
         points = [Metric(key, value, start_ms, 10) for key, value in (metrics or {}).items()]
         self.client.log_batch(run_id, points, [Param(k, str(v)) for k, v in values.items()])
         profile = json.dumps({"num_images": test[0], "num_classes": test[1]})

@@ -8,7 +8,6 @@ import json
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 from vit_ray.config.recipe import Recipe
@@ -114,13 +113,13 @@ def known_key(key: str) -> str:
 
 
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
-    """The flat recipe with which a run in MLflow ended, limited to the deciding keys.
+    """The flat recipe with which a run in MLflow ended, limited to the deciding keys that are set.
 
-    A key that is not recorded was unset; values that a restart changed are in a tag.
+    Values that a restart changed are in a tag.
     """
     with contextlib.suppress(json.JSONDecodeError):  # MLflow limits the length of a tag
         params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
-    return {**_unset(), **{key: tags[key] for key in TAGGED if key in tags}, **params}
+    return {**{key: tags[key] for key in TAGGED if key in tags}, **params}
 
 
 def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,9 +129,3 @@ def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
         section: {key: recipe[section][key] for key in names if key in recipe.get(section, {})}
         for section, names in keys.items()
     }
-
-
-@cache
-def _unset() -> dict[str, str]:
-    flat = Recipe(name="unset").flat()
-    return {key: flat[key] for key in flat if is_trained(key) or key in TAGGED}

@@ -136,13 +136,8 @@ def test_a_project_may_be_moved(step, tmp_path):
     for eval_set in (f"{b}/data/test", "/a/data/test"):  # moved, too, or not
         moved = {"data": {"eval": eval_set}, "output": f"{b}/runs", "init_from": f"{b}/runs/base"}
         assert accepted(linear_recipe(**moved), position(step, begun)) == []
-    weights = begun.with_changes(init_from="/elsewhere/base")
-    (event,) = accepted(weights, position(step, begun))
-    assert "init_from was /a/runs/base and is /elsewhere/base" in event
-    for one, other in (("/a/runs/base", "/a/runs/other"), ("s3://b/base/", "s3://b/other/")):
-        begun = linear_recipe(init_from=one)
-        with pytest.raises(ValueError, match=f"init_from was {one} and is {other}"):
-            accepted(begun.with_changes(init_from=other), position(step, begun))
+    with pytest.raises(ValueError, match="init_from was /a/runs/base and is /a/runs/other"):
+        accepted(begun.with_changes(init_from="/a/runs/other"), position(step, begun))
 
 
 def test_an_interval_of_evaluations_decides_a_run_with_early_stopping():

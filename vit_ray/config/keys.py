@@ -5,7 +5,6 @@ A run is resumed, and a finished cell of a study reused, only if no deciding key
 
 import contextlib
 import json
-import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -65,12 +64,6 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.key} was {self.before} and is {self.now}"
-
-    @property
-    def is_move(self) -> bool:
-        """Whether only the folder of the initial weights has changed, not their name."""
-        before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
-        return self.key == "init_from" and before == now
 
 
 def is_trained(key: str) -> bool:

@@ -205,8 +205,7 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
     step, progress, run = position.step, position.progress, f"run {recipe.name!r}"
     before, all_changes = changes_since(position, resolved)
     length = [change for change in all_changes if change.key in LENGTH]
-    moves = [change for change in all_changes if change.is_move]
-    changes = [change for change in all_changes if change not in (*length, *moves)]
+    changes = [change for change in all_changes if change not in length]
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
             f"{run} cannot continue from step {step}: {_listed(fixed)}; restore the earlier value, "
@@ -231,9 +230,7 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
             f"{run} was started with another recipe: {_listed(changes)}; restore the earlier "
             f"value, choose another name, or set resume=changed to continue it from step {step}"
         )
-    notes = [f"{move}, assumed to have the same weights" for move in moves]
-    if changes:
-        notes.append(f"continues with another recipe: {_listed(changes)}")
+    notes = [f"continues with another recipe: {_listed(changes)}"] if changes else []
     if total_steps > steps_before:
         rates = lr_at(step, before.optim, steps_before), lr_at(step, recipe.optim, total_steps)
         notes.append(

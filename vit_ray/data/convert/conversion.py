@@ -219,7 +219,7 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
     """
     staging, units, seed = folder.child(STAGING_FOLDER), units_of(config), settings["seed"]
     delete_files(staging, STAGED)
-    parts, versions, digest, declared = build_index(units, staging, config)
+    parts, versions, declared = build_index(units, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
         rows, facts = with_retries(lambda: read_index(parts, scratch, config), "reading the index")
         facts.declared = declared
@@ -233,7 +233,6 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
         plan = Plan(
             settings,
             versions,
-            digest,
             classes,
             label_of,
             num_images=facts.rows,
@@ -314,12 +313,12 @@ def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
 
 def build_index(
     units: list[Unit], staging: Location, config: ConvertConfig
-) -> tuple[list[Location], dict[str, str], str, set[tuple[str, ...]]]:
+) -> tuple[list[Location], dict[str, str], set[tuple[str, ...]]]:
     """Index every unit.
 
     Returns:
         Parquet files of `ROW_SCHEMA`, in the order of the source; the version of each unit, by
-        path; a digest of all images; and the class names of the units that declare them.
+        path; and the class names of the units that declare them.
 
     Raises:
         ValueError: an archive is damaged.
@@ -333,17 +332,16 @@ def build_index(
             "replace them"
         )
     versions = dict(itertools.chain(*(result["versions"].items() for result in results)))
-    digest = hashlib.sha256("".join(result["digest"] for result in results).encode())
     declared = {tuple(classes) for result in results for classes in result["declared"]}
     files = [staging.child(f"{name}.parquet") for name, _ in parts]
-    return files, versions, digest.hexdigest()[:16], declared
+    return files, versions, declared
 
 
 def _index(part: tuple[str, list[Unit]], staging: Location) -> dict[str, Any]:
     """Write the rows of some units to files of this name, and return the facts of the units."""
     name, units = part
     facts: dict[str, Any] = {"versions": {}, "damages": [], "declared": []}
-    digest, pack = hashlib.sha256(), staging.child(f"{name}.bin")
+    pack = staging.child(f"{name}.bin")
     with (
         parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer,
         pack.output() as images,
@@ -351,9 +349,7 @@ def _index(part: tuple[str, list[Unit]], staging: Location) -> dict[str, Any]:
         rows = _stored_rows(units, pack.uri, images, facts)
         while piece := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
             writer.write_table(row_table(piece))
-            lines = (f"{row.key}|{row.length}|{row.labels}\n" for row in piece)
-            digest.update("".join(lines).encode())
-    return facts | {"digest": digest.hexdigest()}
+    return facts
 
 
 def _stored_rows(units: list[Unit], pack: str, images: Any, facts: dict[str, Any]) -> Iterator[Row]:

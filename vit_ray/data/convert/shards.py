@@ -114,7 +114,6 @@ class Plan:
 
     settings: dict[str, Any]
     versions: dict[str, str]
-    source_digest: str
     classes: list[str]
     label_of: dict[str, int]
     num_images: int
@@ -400,6 +399,6 @@ def _write_manifest(
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
         dropped=dropped,
-        origin={"seed": plan.settings["seed"], "source_digest": plan.source_digest} | facts,
+        origin={"seed": plan.settings["seed"]} | facts,
     )
     write_manifest(locate(config.destination), manifest)

@@ -47,7 +47,7 @@ class EventKind(StrEnum):
     STOPPED = "stopped"
     STORAGE_SLOW = "storage slow"
     TASK_FAILED = "failed task"
-    TRIAL_DIVERGED = "trial diverged"
+    TRIAL_FAILED = "failed trial"
     WEIGHTS = "weights"
     WORKER_FAILED = "worker failed"
 
@@ -58,10 +58,6 @@ class RunStoppedError(RuntimeError):
 
 class RunFailedError(RuntimeError):
     """The run ended in an error; the message has the cause."""
-
-
-class RunDivergedError(RunFailedError):
-    """The loss or gradient is not finite: the same recipe would diverge again."""
 
 
 class LockLostError(RuntimeError):
@@ -94,15 +90,6 @@ def beats_between(world_size: int) -> int:
     Some rank of a large group still learns of a request within a second; the ranks then agree.
     """
     return math.ceil(world_size / _BEATS_AT_A_TIME)
-
-
-class TrialState(StrEnum):
-    """How a trial of a sweep ended."""
-
-    FINISHED = "finished"
-    STOPPED_EARLY = "stopped early"  # by ASHA, at a rung
-    DIVERGED = "diverged"
-    FAILED = "failed"
 
 
 def origin_of(cell_name: str, step: int) -> str:

@@ -27,7 +27,6 @@ from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.run import RunResult
-from vit_ray.outcomes import TrialState
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,12 +143,12 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
 
 def test_several_seeds_have_a_spread_and_one_has_none(capsys):
     rows = [
-        Row({RATE: 0.01}, Outcome(TrialState.FINISHED, top1=0.9)),
-        Row({RATE: 0.1}, Outcome(TrialState.FAILED, error="a worker died")),
+        Row({RATE: 0.01}, Outcome(top1=0.9)),
+        Row({RATE: 0.1}, Outcome(error="a worker died")),
     ]
 
     def shown(*accuracies: float) -> str:
-        finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in accuracies]
+        finals = [Outcome(top1=top1) for top1 in accuracies]
         print_sweep(SweepResult(rows, {RATE: 0.01}, finals))
         return capsys.readouterr().out
 
@@ -164,7 +163,7 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
     result = RunResult(None, "a", 1, 1, {"eval/top1": 0.9}, "", True)
     monkeypatch.setattr(run, "evaluate", lambda _: result)
-    rows, best = [{"row": "ours"}, {"row": "paper"}], Outcome(TrialState.FINISHED, top1=0.9)
+    rows, best = [{"row": "ours"}, {"row": "paper"}], Outcome(top1=0.9)
     for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
         monkeypatch.setattr(trainings, "training_table", lambda *_, table=table: table)
         trainings.evaluate(Recipe(name="a").with_changes(data={"eval": "x"}))

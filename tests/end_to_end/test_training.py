@@ -321,7 +321,7 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(straight, d
     assert result.best == {RATE: 0.1}  # fp32 has no 1e-60: the new head stays zero
     accuracies = [row.outcome.top1 for row in result.rows]
     assert accuracies[0] > accuracies[1]
-    assert [row.outcome.state for row in result.rows] == ["finished", "stopped early"]
+    assert [row.outcome.is_stopped_early for row in result.rows] == [False, True]
     assert [row.outcome.step for row in result.rows] == [150, 30]
     # Ray Tune's own analysis names the rate that won, and its curve.
     place = f"{recipe.output}/tune/sweep-trials"

@@ -24,7 +24,7 @@ from vit_ray.experiments.study_cells import Cell, CellResult, branch_step, study
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch.run import Following
-from vit_ray.outcomes import RunFailedError, TrialState
+from vit_ray.outcomes import RunFailedError
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
         name = tags["vit_ray.transfer_task"]
         if name not in tops:
             raise RunFailedError("no such data set")
-        return SweepResult([], {}, [Outcome(TrialState.FINISHED, tops[name])])
+        return SweepResult([], {}, [Outcome(tops[name])])
 
     def transferred() -> CellResult:
         tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]

@@ -35,7 +35,7 @@ from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.cluster_checks import paths_of
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
-from vit_ray.outcomes import RunDivergedError, RunFailedError, TrialState
+from vit_ray.outcomes import RunFailedError
 
 
 def searched_recipe(**sweep: Any) -> Recipe:
@@ -179,7 +179,7 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
             case 0.1:
                 raise RunFailedError("no memory")
             case 0.2:
-                raise RunDivergedError("not finite")
+                raise ValueError("not finite")
             case 0.3:
                 return result_of(recipe, top1=math.nan)
             case 0.4:
@@ -189,13 +189,12 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
     in_process(monkeypatch, train)
     found, calls = swept(plan_of(tmp_path, (0.1, 0.2, 0.3, 0.4, 0.5)))
     assert found.best == {RATE: 0.5}
-    states = ["failed", "diverged", "finished", "finished", "finished"]
-    assert [row.outcome.state for row in found.rows] == states
-    assert calls.kinds() == ["trial diverged"]
+    assert [row.outcome.error for row in found.rows] == ["no memory", "not finite", "", "", ""]
+    assert calls.kinds() == ["failed trial"] * 2
     with pytest.raises(RunFailedError, match="every trial failed; the first: its accuracy is not"):
         swept(plan_of(tmp_path, (0.3,)))
-    stopped = Row({RATE: 0.5}, Outcome(TrialState.STOPPED_EARLY, 0.9, 10))
-    equal = [Row({RATE: rate}, Outcome(TrialState.FINISHED, 0.5)) for rate in (0.1, 0.2)]
+    stopped = Row({RATE: 0.5}, Outcome(0.9, 10, is_stopped_early=True))
+    equal = [Row({RATE: rate}, Outcome(0.5)) for rate in (0.1, 0.2)]
     assert best_row([stopped, *equal]) is equal[0]
 
 

@@ -34,7 +34,7 @@ from vit_ray.launch.run_record import (
     run_facts,
     trained_params,
 )
-from vit_ray.outcomes import EventKind, RunDivergedError, WorkerPlace
+from vit_ray.outcomes import EventKind, RunFailedError, WorkerPlace
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import load_runs
 from vit_ray.tracking import metrics_log, mlflow_run, run_records, tracker
@@ -194,7 +194,7 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, t
     record.event(EventKind.RESUMED, "a worker has died", 1)
     RunLink(record, 0).keep_file("trace.json.gz", gzip.compress(b"a trace"))
     record.request_resize()
-    record.fail(RunDivergedError("the disk is full"))
+    record.fail(RunFailedError("the disk is full"))
     assert record.flush(60)
     run_id = record.run_id()
     assert run_id is not None
@@ -207,7 +207,7 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, t
     assert [event.text for event in status.events] == ["a worker has died"]
     assert record.heartbeat(1, 40) == Orders(None, True)
     failure = record.failure()
-    assert (type(failure), str(failure)) == (RunDivergedError, "the disk is full")
+    assert (type(failure), str(failure)) == (RunFailedError, "the disk is full")
     parent.request_stop("SIGTERM")
     deadline = time.monotonic() + 60
     while record.heartbeat(0, 1) != Orders("SIGTERM", True) and time.monotonic() < deadline:

@@ -44,7 +44,7 @@ from vit_ray.metric_names import (
     TRANSFER_GROUP,
     few_shot_top1,
 )
-from vit_ray.outcomes import RunStoppedError, TrialState
+from vit_ray.outcomes import RunStoppedError
 from vit_ray.paper import SOURCE
 from vit_ray.storage import locate
 
@@ -132,9 +132,9 @@ def print_sweep(result: SweepResult) -> None:
     for trial in result.rows:
         outcome = trial.outcome
         note = "chosen" if trial.point == result.best else ""
-        if math.isnan(outcome.top1):
-            note = f"{outcome.state}: {outcome.error}"
-        if outcome.state is TrialState.STOPPED_EARLY:
+        if outcome.error:
+            note = f"failed: {outcome.error}"
+        if outcome.is_stopped_early:
             note = f"stopped early, at step {outcome.step}"
         rows.append({
             "trial": point_text(trial.point),

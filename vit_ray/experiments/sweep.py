@@ -61,7 +61,7 @@ from vit_ray.launch.resolved_run import (
 from vit_ray.launch.run import Following
 from vit_ray.launch.run_record import OpenRun
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1, SWEEP_GROUP
-from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError, TrialState
+from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError
 from vit_ray.storage import locate
 
 # Trains configurations of `SweepPlan.train`; returns the results with their `config`, in order.
@@ -154,9 +154,9 @@ class SweepPlan:
             {"vit_ray.sweep_stage": "finetune" if is_final else "sweep_trial", **tags},
             evaluate_at=() if is_final else rung_steps(self.config, max(self.steps)),
         )
-        if outcome.state is TrialState.DIVERGED:
+        if outcome.error:
             text = f"{recipe.name}: {outcome.error}"
-            following.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+            following.parent.record.event(EventKind.TRIAL_FAILED, text, 0)
         return asdict(outcome)
 
 

@@ -37,7 +37,7 @@ from vit_ray.launch.run import Following, top1_of, train
 from vit_ray.launch.run_record import NOTE, OpenRun, description, open_record
 from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.lock import hold_lock
-from vit_ray.outcomes import RunDivergedError, RunStoppedError, TrialState
+from vit_ray.outcomes import RunStoppedError
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.store_requests import redact_uri
@@ -70,26 +70,27 @@ class Outcome:
         top1: with averaged weights if the recipe averages; NaN if there is none.
         error: the first line of what ended it; empty if nothing failed.
         was_finished: the training had finished at an earlier start; nothing was trained now.
+        is_stopped_early: by Ray Tune, because other trials are better.
     """
 
-    state: TrialState
     top1: float = math.nan
     step: int = 0
     run_id: str | None = None
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     was_finished: bool = False
+    is_stopped_early: bool = False
 
     @property
     def is_measured(self) -> bool:
         """Whether the training reached its end, and has an accuracy to compare."""
-        return self.state is TrialState.FINISHED and not math.isnan(self.top1)
+        return not (self.error or self.is_stopped_early or math.isnan(self.top1))
 
     @classmethod
     def of_result(cls, result: Mapping[str, Any]) -> "Outcome":
-        """From the last result of a trial; one without a state was stopped by Tune."""
+        """From the last result of a trial; without an `error` it is that of an evaluation."""
         values = {f.name: result[f.name] for f in fields(cls) if f.name in result}
-        return cls(**values | {"state": TrialState(result.get("state", TrialState.STOPPED_EARLY))})
+        return cls(**{"is_stopped_early": "error" not in result, **values})
 
 
 def first_line(error: Exception) -> str:
@@ -175,13 +176,10 @@ def train_child(
     try:
         result = train(recipe, kind=kind, tags=dict(tags), following=following)
     except Exception as error:
-        has_diverged = isinstance(error, RunDivergedError)
-        state = TrialState.DIVERGED if has_diverged else TrialState.FAILED
-        return Outcome(state, error=first_line(error))
+        return Outcome(error=first_line(error))
     if not result.is_complete:
         raise RunStoppedError("stopped on request")
     return Outcome(
-        TrialState.FINISHED,
         result.top1,
         result.steps,
         result.run_id,
@@ -409,7 +407,7 @@ def _results(grid: tune.ResultGrid) -> tuple[list[dict[str, Any]], dict[str, Any
     errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
     for text in errors:
         logger.warning("%s: %s", died, text)
-    lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
+    lost = Outcome(error="; ".join([died, *dict.fromkeys(errors)]))
     return results, asdict(lost)
 
 

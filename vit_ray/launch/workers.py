@@ -82,7 +82,6 @@ def run_workers(
         streams: what the workers read, by name, as in `ResolvedRun`.
 
     Raises:
-        RunDivergedError: the loss or the gradient is not finite.
         RunFailedError: training failed more often than the recipe allows, or cannot work, or the
             cluster had no room for the workers in time.
     """

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import ray
 
-from vit_ray.outcomes import RunDivergedError, RunFailedError, WorkerPlace
+from vit_ray.outcomes import RunFailedError, WorkerPlace
 from vit_ray.tracking.metrics_log import ARRIVAL_S, Records, RunOpening, Status
 
 # Longer than the slowest call, to an MLflow server that is away: its requests have shorter limits.
@@ -122,8 +122,7 @@ class Recorder(Records):
 
     def fail(self, error: RunFailedError) -> None:
         """End the run because a restart would not help; returns once the record is on disk."""
-        has_diverged = isinstance(error, RunDivergedError)
-        self.append("fail", ARRIVAL_S, reason=str(error), has_diverged=has_diverged)
+        self.append("fail", ARRIVAL_S, reason=str(error))
 
     def child_step(self, name: str, step: int) -> None:
         self.append("child step", name=name, step=step)

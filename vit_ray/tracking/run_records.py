@@ -23,7 +23,6 @@ from vit_ray.addresses import absolute_uri
 from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import (
     EventKind,
-    RunDivergedError,
     RunFailedError,
     WorkerPlace,
     beats_between,
@@ -82,8 +81,7 @@ class RunState:
             case "stop":
                 now.stop = record["reason"]
             case "fail":
-                error = RunDivergedError if record["has_diverged"] else RunFailedError
-                now.failure = error(record["reason"])
+                now.failure = RunFailedError(record["reason"])
             case "resize":
                 self._is_resizing = True
             case "child step":

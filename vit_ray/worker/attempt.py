@@ -43,7 +43,7 @@ from vit_ray.training.loop import (
 from vit_ray.training.memory_estimate import compute_per_image
 from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator
-from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver
 
@@ -258,7 +258,7 @@ class Attempt:
         """Report step `progress.step - 1`, which is not finite.
 
         Raises:
-            DivergedError: the recipe says to stop, or too many steps in a row are not finite.
+            UnrecoverableError: the recipe says to stop, or too many steps in a row are not finite.
         """
         step, nonfinite = progress.step, self.job.recipe.train.nonfinite
         text = (
@@ -267,7 +267,7 @@ class Attempt:
         )
         self.link.note(EventKind.NOT_FINITE, text, step)
         if nonfinite == "stop" or progress.nonfinite_steps >= MAX_NONFINITE_STEPS:
-            raise DivergedError(
+            raise UnrecoverableError(
                 f"{text}. train.nonfinite={nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "
                 "train.nonfinite to skip"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vit_ray.config import Recipe
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.outcomes import RunDivergedError, RunFailedError
+from vit_ray.outcomes import RunFailedError
 from vit_ray.ray_internals import original_error, without_retry_note
 from vit_ray.tracking.recorder import Recorder
 
@@ -79,10 +79,6 @@ class UnrecoverableError(RunFailedError):
         """`is_agreed`: all workers raise it at the same point, so none waits for another."""
         super().__init__(text)
         self.is_agreed = is_agreed
-
-
-class DivergedError(UnrecoverableError, RunDivergedError):
-    """The loss or the gradient is not finite, and the recipe says that this ends the run."""
 
 
 class SmallerMicroBatchError(RuntimeError):

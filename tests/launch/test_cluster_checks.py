@@ -1,5 +1,6 @@
 """What a cluster has room for and which of its nodes see a run's files, before anything starts."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import ray
 from tests.data.converted_set import converted_set
 from tests.recipes import recipe_with
 from vit_ray.launch import cluster_checks, run
-from vit_ray.launch.cluster_checks import check_cluster, check_room
+from vit_ray.launch.cluster_checks import check_cluster
 from vit_ray.launch.connection import ClusterShape
 
 HEAD = ClusterShape(1, 0.0, 0.0, 0.0)  # the other nodes are still to come
@@ -33,12 +34,24 @@ def mixed() -> ClusterShape:
     return ClusterShape(4, 36.0, 16.0, 0.0, nodes=nodes)
 
 
-def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone():
-    asks = recipe_of(16, use_gpu=True)
-    assert check_cluster(asks, HEAD) is True
-    assert check_cluster(recipe_of(16, use_gpu=False), HEAD) is False
-    with pytest.raises(ValueError, match="and a GPU each: the nodes that are up hold at most 0"):
-        check_cluster(asks, ClusterShape(1, 64.0, 0.0, 0.0, is_private=True))
+@pytest.mark.parametrize(("num_workers", "workers", "data", "told"), [
+    (2, {}, {}, None),
+    (16, {"use_gpu": True}, {}, "16 with 1 CPU and a GPU each: this machine can hold at most 0 "),
+    (8, {}, {}, "with 1 CPU each: .* hold at most 4 "),
+    (2, {"cpus_per_worker": 2.0}, {}, "leave 0 of 4 CPUs for reading"),
+    (2, {"label_selector": {"gpu": "B200"}}, {}, 'workers.label_selector={"gpu": "B200"}: this'),
+    (2, {}, {"label_selector": {"pool": "read"}}, "data.label_selector="),
+    (2, {"label_selector": {"pool": "!read"}}, {}, None),
+])  # fmt: skip
+def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone(
+    num_workers, workers, data, told
+):
+    recipe = recipe_of(num_workers, **{"cpus_per_worker": 1.0, "use_gpu": False, **workers})
+    recipe = recipe.with_changes(data=data)
+    assert check_cluster(recipe, HEAD) is recipe.workers.use_gpu
+    node = {"Labels": {}, "Resources": {"CPU": 4.0}}
+    with pytest.raises(ValueError, match=told) if told else nullcontext():
+        check_cluster(recipe, ClusterShape(1, 4.0, 0.0, 0.0, is_private=True, nodes=(node,)))
 
 
 def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant():
@@ -48,25 +61,6 @@ def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant():
             check_cluster(recipe, cluster)
     assert check_cluster(recipe_of(64), mixed()) is True
     assert check_cluster(recipe_of(64, label_selector={"pool": "read"}), mixed()) is False
-
-
-@pytest.mark.parametrize(("num_workers", "trains", "reads", "told"), [
-    (8, {"gpu": "H100"}, {"pool": "read"}, None),
-    (16, {"pool": "!read", "gpu": "!A100"}, {}, "with 2 CPU and a GPU each: .* hold at most 8 "),
-    (8, {"gpu": "B200"}, {}, "workers.label_selector=.*: no node .*gpu=H100"),
-    (8, {}, {"pool": "reed"}, "data.label_selector=.*pool=read"),
-    # They train on all CPUs that may read.
-    (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
-    (8, {"pool": "read"}, {}, "the nodes that are up hold at most 2"),
-])  # fmt: skip
-def test_only_nodes_with_the_labels_are_counted(num_workers, trains, reads, told):
-    recipe = recipe_of(num_workers, label_selector=trains, cpus_per_worker=2.0)
-    recipe = recipe.with_changes(data={"label_selector": reads})
-    if told is None:
-        assert check_room(recipe, mixed()) is True
-        return
-    with pytest.raises(ValueError, match=told):
-        check_room(recipe, mixed())
 
 
 def test_a_real_node_says_what_it_does_not_see(ray_cluster, tmp_path):

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 import ray
@@ -23,76 +23,52 @@ _ANSWER_LIMIT_S: Final = 20.0
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     """Check that a run may start on the cluster; returns whether its workers get GPUs.
 
-    Only a cluster that this command has started must have room now. Any other cluster may grow, so
-    the worker group waits there.
+    Only the machine of a Ray that this command has started must have room now. Any other cluster
+    may grow, so the worker group waits there.
 
     Raises:
-        ValueError: as `check_room` for a private cluster; or, with workers.use_gpu=auto, an empty
-            cluster does not show whether workers will get GPUs.
+        ValueError: this machine has no room, or no node with the recipe's labels; or, with
+            workers.use_gpu=auto, an empty cluster does not show whether workers will get GPUs.
     """
-    if cluster.is_private:
-        return check_room(recipe, cluster)
-    workers = recipe.workers
-    if workers.use_gpu != "auto":
-        return workers.use_gpu
-    matching = cluster.matching(workers.label_selector)
-    if not matching.num_cpus and not matching.num_gpus:
+    workers, matching = recipe.workers, cluster.matching(recipe.workers.label_selector)
+    has_nodes = matching.num_cpus > 0 or matching.num_gpus > 0
+    if workers.use_gpu == "auto" and not has_nodes and not cluster.is_private:
         raise ValueError(
             "workers.use_gpu=auto: no node that can hold workers is up, and whether those that "
             f"come will have GPUs is not known ({matching}); set workers.use_gpu=true, or false to "
             "train on CPUs"
         )
-    return matching.num_gpus > 0
+    use_gpu = matching.num_gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
+    if cluster.is_private:
+        _check_machine(recipe, cluster, use_gpu=use_gpu)
+    return use_gpu
 
 
-def check_room(recipe: Recipe, cluster: ClusterShape) -> bool:
-    """Check that the present cluster has room for workers and reading; returns whether workers get
-    GPUs.
-
-    Raises:
-        ValueError: the recipe needs more GPUs or CPUs than the nodes with its labels have.
-    """
+def _check_machine(recipe: Recipe, cluster: ClusterShape, *, use_gpu: bool) -> None:
     workers, size, cpus = recipe.workers, recipe.group_sizes[0], recipe.workers.cpus_per_worker
-    reading = _matching("data", recipe.data.label_selector, cluster)
-    cluster = _matching("workers", workers.label_selector, cluster)
-    use_gpu = cluster.num_gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
+    for section in ("workers", "data"):
+        selector = getattr(recipe, section).label_selector
+        if not cluster.matching(selector).num_cpus:
+            raise ValueError(
+                f"{section}.label_selector={json.dumps(dict(selector))}: this machine, on which "
+                "the command has started Ray, has no such labels; set RAY_ADDRESS to a cluster "
+                f"whose nodes have them, or leave {section}.label_selector out"
+            )
     max_workers = int(min(cluster.num_cpus / cpus, cluster.num_gpus if use_gpu else math.inf))
     if max_workers < size:
         gpu = " and a GPU" if use_gpu else ""
         raise ValueError(
-            f"workers.num_workers={workers.num_workers} with {cpus:g} CPU{gpu} each: the nodes "
-            f"that are up hold at most {max_workers} ({cluster}); start nodes, lower "
+            f"workers.num_workers={workers.num_workers} with {cpus:g} CPU{gpu} each: this machine "
+            f"can hold at most {max_workers} ({cluster}); join a cluster, lower "
             "workers.num_workers or workers.cpus_per_worker, or set workers.use_gpu=false"
         )
-    # Workers first take the nodes that do not read.
-    both = cluster.matching(recipe.data.label_selector)
-    taken_cpus = max(0.0, size * cpus - (cluster.num_cpus - both.num_cpus))
-    if (free_cpus := reading.num_cpus - taken_cpus) < recipe.data.cpus_per_task:
+    if (free_cpus := cluster.num_cpus - size * cpus) < recipe.data.cpus_per_task:
         raise ValueError(
             f"{size} workers with workers.cpus_per_worker={cpus:g} leave {free_cpus:g} of "
-            f"{reading.num_cpus:g} CPUs for reading data, which needs "
-            f"data.cpus_per_task={recipe.data.cpus_per_task:g} ({reading}); use fewer workers, or "
+            f"{cluster.num_cpus:g} CPUs for reading data, which needs "
+            f"data.cpus_per_task={recipe.data.cpus_per_task:g} ({cluster}); use fewer workers, or "
             "fewer CPUs for each"
         )
-    return use_gpu
-
-
-def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) -> ClusterShape:
-    """The part of the cluster whose nodes have the labels.
-
-    Raises:
-        ValueError: there is no such node.
-    """
-    matching = cluster.matching(selector)
-    if not selector or matching.num_cpus:
-        return matching
-    labels = sorted({f"{k}={v}" for n in cluster.nodes for k, v in n["Labels"].items()
-                    if k != "ray.io/node-id"})  # fmt: skip
-    raise ValueError(
-        f"{section}.label_selector={json.dumps(dict(selector))}: no node with CPUs has these "
-        f"labels; the labels there are: {', '.join(labels) or 'no labels'} ({cluster}); change "
-        f"{section}.label_selector, or start nodes with these labels by `ray start --labels`"
-    )
 
 
 def paths_of(recipe: Recipe, *, trains: bool = True) -> list[tuple[str, str]]:

@@ -97,12 +97,6 @@ def origin_of(cell_name: str, step: int) -> str:
     return f"{cell_name} at step {step}"
 
 
-def step_of(origin: str) -> int | None:
-    """The step in such a text; None if it has none."""
-    match = re.search(r" at step (\d+)$", origin)
-    return int(match[1]) if match else None
-
-
 def own_share(origin: str, global_batch_size: float | None, images_seen: float | None) -> float:
     """Share of a training's compute that no other run has spent: for a branch, of the steps after
     its start.
@@ -117,7 +111,7 @@ def own_share(origin: str, global_batch_size: float | None, images_seen: float |
     """
     if not origin:
         return 1.0
-    step = step_of(origin)
+    step = re.search(r" at step (\d+)$", origin)
     if step is None or global_batch_size is None or not images_seen:
         return 0.0
-    return max(0.0, 1 - step * global_batch_size / images_seen)
+    return max(0.0, 1 - int(step[1]) * global_batch_size / images_seen)

@@ -265,7 +265,7 @@ def _time_here(planned: PlannedRuns) -> str:
         note = "two passes of a ViT-Ti/16"
     measured_macs = step_macs(measured, num_classes)
     size = min(int(_MAX_MACS // measured_macs), recipe.train.global_batch_size)
-    size = max(size - size % recipe.train.least_pass, recipe.train.least_pass)
+    size = max(size - size % recipe.train.pass_multiple, recipe.train.pass_multiple)
     device, pass_s = torch.device("cpu"), 0.0
     network = prepared_model(measured, num_classes, device)
     forward = forward_pass(network, measured, size, device)

@@ -123,7 +123,7 @@ class Recipe(Training):
         all of `workers.sizes` if none of them does.
         """
         sizes = list(self.workers.sizes)
-        batch, multiple = self.train.global_batch_size, self.train.least_pass
+        batch, multiple = self.train.global_batch_size, self.train.pass_multiple
         return [n for n in sizes if batch % (n * multiple) == 0] or sizes
 
     @property

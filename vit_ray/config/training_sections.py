@@ -352,7 +352,7 @@ class TrainConfig(Section):
         return self.mixup > 0.0 or self.cutmix > 0.0
 
     @property
-    def least_pass(self) -> int:
+    def pass_multiple(self) -> int:
         """Images of a pass must be a multiple of this number."""
         return 2 if self.mixes else 1
 

@@ -71,7 +71,7 @@ def step_macs(recipe: Recipe, num_classes: int) -> int:
     the first trained part no backward pass.
     """
     recipe = recipe.with_changes(train={"activation_checkpointing": 0})
-    model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
+    model, batch_size = prepared_model(recipe, num_classes), recipe.train.pass_multiple
     forward = forward_pass(model, recipe, batch_size)
     macs = count_macs(lambda: forward().backward())  # type: ignore[no-untyped-call]
     return macs // batch_size

@@ -58,7 +58,7 @@ def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) 
     wanted = recipe.train.micro_batch_size
     if wanted != "auto" and isinstance(recipe.workers.num_workers, int):
         accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
-        if wanted % recipe.train.least_pass:
+        if wanted % recipe.train.pass_multiple:
             raise ValueError(
                 f"train.micro_batch_size={wanted}: mixup and cutmix mix images in pairs; use an "
                 f"even number such as {wanted + 1}"
@@ -74,7 +74,7 @@ def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
     Raises:
         ValueError: the batch does not divide among the workers, in pairs if images are mixed.
     """
-    share, min_size = recipe.train.global_batch_size // world_size, recipe.train.least_pass
+    share, min_size = recipe.train.global_batch_size // world_size, recipe.train.pass_multiple
     accumulation_steps(recipe.train.global_batch_size, min_size, world_size)
     return [size for size in range(min_size, share + 1, min_size) if share % size == 0]
 

@@ -327,7 +327,7 @@ def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
     Raises:
         UnrecoverableError: the smallest possible pass did not fit.
     """
-    minimum = job.recipe.train.least_pass
+    minimum = job.recipe.train.pass_multiple
     if failed <= minimum:
         raise UnrecoverableError(
             f"a pass of {failed} does not fit into device memory, and no smaller one is possible; "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit_ray.addresses import require_store, with_texts
+from vit_ray.addresses import with_texts
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     checkpoint_to_resume,
@@ -35,7 +35,7 @@ from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
+from vit_ray.tracking.store_requests import safe_uri
 from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)
@@ -132,27 +132,22 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     """The folder of a named run, as text and as location; for an MLflow id, that run's folder.
 
     Raises:
-        ValueError: MLflow has no such training.
+        ValueError: MLflow has no such training, or does not answer.
     """
     if not re.fullmatch(r"[0-9a-f]{32}", source):
         return source, locate(source)
-    from vit_ray.tracking.mlflow_client import open_client  # MLflow: seconds
+    from vit_ray.tracking.mlflow_client import asking  # MLflow: seconds
 
     uri = changed({}, overrides).get("tracking", {}).get("uri")
     uri = uri or validated(TrackingConfig, mlflow_variables(), source).uri
-    require_store(uri)
     try:
-        with limited_requests():
-            run = open_client(uri).get_run(source)
-    except Exception as error:  # MLflow's own errors, and those of its store
-        raise ValueError(
-            f"MLflow at {safe_uri(uri)} does not have the run {source}: "
-            f"{redact_uri(str(error), uri)}; give its store as tracking.uri=..."
-        ) from None
-    folder = run.data.tags.get(RUN_FOLDER)
+        with asking(uri) as client:
+            folder = client.get_run(source).data.tags.get(RUN_FOLDER)
+    except RuntimeError as error:
+        raise ValueError(f"tracking.uri: {error}") from None
     if folder is None:
         raise ValueError(f"run {source} of MLflow at {safe_uri(uri)} is not a training of vit_ray")
-    return str(folder), locate(str(folder))
+    return folder, locate(folder)
 
 
 def find_resume_point(

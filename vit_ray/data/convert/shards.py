@@ -126,15 +126,15 @@ class Plan:
 class ShardResult(ShardFacts):
     """Facts of one finished shard, as in its JSON file in the staging folder.
 
-    `counts` are of images with a restart index, and of those with an orientation in EXIF
-    (`turned`). `rejected` has (key, reason) of each image that was left out, `damaged` of each
-    damaged one that was kept. For images read in place, `images` are the last fields of the shard's
-    `ShardFile`, and `dropped` has the rejected rows of each row group.
+    `num_turned` images have an orientation in EXIF. `rejected` has (key, reason) of each image that
+    was left out, `damaged` of each damaged one that was kept. For images read in place, `images`
+    are the last fields of the shard's `ShardFile`, and `dropped` has the rejected rows of each row
+    group.
     """
 
     shard: int = 0
     max_labels: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
+    num_turned: int = 0
     label_counts: Counter[str] = field(default_factory=Counter)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class ShardResult(ShardFacts):
             return None
         if image.damage:
             self.damaged.append((row.key, image.damage))
-        self.counts.update(indexed=image.index is not None, turned=image.is_turned)
+        self.num_turned += image.is_turned
         self.max_labels = max(self.max_labels, len(image.labels))
         self.label_counts.update(map(str, image.labels))
         return image
@@ -233,16 +233,15 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
 class ConvertReport:
     """What a conversion did; its file has all but the last two fields.
 
-    `label_histogram` counts images per class name. `num_indexed` images have a restart index;
-    libjpeg warns of `num_damaged` images (keys and warnings are in `damaged.parquet`). `notes` are
-    about classes with no image or one, and orientations. `was_done`: the data set existed already,
+    `label_histogram` counts images per class name. libjpeg warns of `num_damaged`
+    images (keys and warnings are in `damaged.parquet`). `notes` are about classes with no image or
+    one, and orientations. `was_done`: the data set existed already,
     and nothing had changed.
     """
 
     num_images: int
     num_shards: int
     num_rejected: int
-    num_indexed: int
     num_damaged: int
     bytes: int
     label_histogram: dict[str, int] = field(repr=False)
@@ -283,7 +282,9 @@ def commit(plan: Plan, config: ConvertConfig, lock_number: int) -> None:
                 if rows:
                     reasons = [{"key": key, "reason": reason} for key, reason in rows]
                     file.write_table(pa.Table.from_pylist(reasons, REJECTED_SCHEMA))
-            counts.update(result.counts, rejected=len(result.rejected), damaged=len(result.damaged))
+            counts["turned"] += result.num_turned
+            counts["rejected"] += len(result.rejected)
+            counts["damaged"] += len(result.damaged)
             labels.update(result.label_counts)
             rejected = rejected or result.rejected[:1]
             if result.rows:
@@ -305,9 +306,11 @@ def commit(plan: Plan, config: ConvertConfig, lock_number: int) -> None:
         )
     check_lock(staging, lock_number)
     histogram = {name: labels[str(label)] for label, name in enumerate(plan.classes)}
-    report = {f"num_{name}": counts[name] for name in ("rejected", "indexed", "damaged")} | {
+    report = {
         "num_images": num_images,
         "num_shards": len(written),
+        "num_rejected": counts["rejected"],
+        "num_damaged": counts["damaged"],
         "bytes": sum(result.bytes for result in written),
         "label_histogram": histogram,
         "notes": _notes(plan, config, histogram, counts["turned"]),

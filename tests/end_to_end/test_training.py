@@ -12,10 +12,8 @@ from mlflow import MlflowClient
 from ray import tune
 
 from tests.commands.command_line import run_cli
-from tests.conftest import Digits
 from tests.end_to_end.runs import (
     Driver,
-    Finished,
     checkpoint_steps,
     constant_recipe,
     curve,
@@ -181,16 +179,12 @@ def test_two_jobs_train_at_once_and_each_as_if_alone(ray_cluster, straight, digi
         assert curve(recipes[0], run.info.run_id) == curve(straight[0], straight[1].run_id)
 
 
-@pytest.fixture(scope="module")
-def in_parts(digits: Digits, folder: Path) -> list[Finished]:
-    """The straight run's first 16 steps in two runs of 8."""
-    first = constant_recipe("in-parts", digits, folder, optim={"steps": 8})
-    return [(recipe, train(recipe)) for recipe in (first, first.with_changes(optim={"steps": 16}))]
-
-
-def test_a_longer_run_goes_on_where_the_shorter_ended(straight, in_parts):
+def test_a_longer_run_goes_on_where_the_shorter_ended(straight, digits, folder):
     """Interrupted after 8 steps by its own length: weights as the straight run's, bit for bit."""
-    recipe, result = in_parts[1]
+    shorter = constant_recipe("in-parts", digits, folder, optim={"steps": 8})
+    recipe = shorter.with_changes(optim={"steps": 16})
+    train(shorter)
+    result = train(recipe)
     assert any("resumed: from step 8" in event for event in result.events)
     assert same_weights(weights_of(recipe, 16), weights_of(straight[0], 16))
     assert result.run_id is not None

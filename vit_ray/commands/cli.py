@@ -279,12 +279,12 @@ def keys(prefixes: tuple[str, ...], of: str | None) -> None:
 @vit_ray.command()
 @click.argument("store", required=False)
 @click.option("--port", type=int, default=5000, show_default=True)
-def ui(store: str | None, port: int) -> int:
+def ui(store: str | None, port: int) -> None:
     """Start MLflow's pages of STORE on this machine, and print the link to the newest runs.
 
     STORE is an address such as sqlite:///mlflow.db, or a recipe for its tracking.uri.
     """
-    return pkgutil.resolve_name("vit_ray.commands.tracking_store:open_pages")(store, port)
+    pkgutil.resolve_name("vit_ray.commands.tracking_store:open_pages")(store, port)
 
 
 @vit_ray.command()

@@ -102,7 +102,7 @@ def run_verify(recipe: Recipe) -> int:
     return 1 if report.problems else 0
 
 
-def run_subset(recipe: Recipe) -> int:
+def run_subset(recipe: Recipe) -> None:
     """Write the manifest of a subset of a data set.
 
     Raises:
@@ -114,10 +114,9 @@ def run_subset(recipe: Recipe) -> int:
         f"{config.destination}: {part.num_images} images of {config.source}, written as a manifest "
         "only"
     )
-    return 0
 
 
-def run_deduplicate(recipe: Recipe) -> int:
+def run_deduplicate(recipe: Recipe) -> None:
     """Write the manifest of a data set without the images of evaluation sets.
 
     Raises:
@@ -143,4 +142,3 @@ def run_deduplicate(recipe: Recipe) -> int:
         f"duplicates of {open_dataset(config.source).num_images} images left out; "
         "duplicates.parquet lists them"
     )
-    return 0

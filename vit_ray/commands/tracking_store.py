@@ -96,7 +96,7 @@ def report_page(recipe: Recipe) -> int:
     return 1 if written.is_empty else 0
 
 
-def open_pages(store: str | None, port: int) -> int:
+def open_pages(store: str | None, port: int) -> None:
     """Print the link to the experiment of the newest run without a parent, and serve a SQLite file
     until Ctrl-C.
 
@@ -134,7 +134,6 @@ def open_pages(store: str | None, port: int) -> int:
             "--workers", "1",  # enough for one reader; MLflow's four start slowly
         ]  # fmt: skip
         os.execv(sys.executable, (sys.executable, *words))  # noqa: S606
-    return 0
 
 
 def _free(port: int) -> int:

@@ -58,7 +58,7 @@ def load_trained_model(
         return model, weights.load_into(model, "auto"), weights.position
 
 
-def export(recipe: Recipe) -> int:
+def export(recipe: Recipe) -> None:
     """Write the weights to `export.path`, and print what was loaded and written. Needs no GPU.
 
     A path without a suffix is a folder with weights, class names, image processor and model card,
@@ -120,7 +120,6 @@ def export(recipe: Recipe) -> int:
         if config.push:
             names = [file.name for file in files]
             print(f"pushed {_push(config.push, config.path, copy, names)}")
-    return 0
 
 
 def _check_head(report: LoadReport) -> None:
@@ -181,7 +180,7 @@ def _push(address: str, path: str, folder: Path, names: list[str]) -> str:
     return str(commit)
 
 
-def inspect(recipe: Recipe) -> int:
+def inspect(recipe: Recipe) -> None:
     """Draw the figures, print their paths, and keep them in a separate MLflow run.
 
     Raises:
@@ -220,7 +219,6 @@ def inspect(recipe: Recipe) -> int:
             tracker.log.artifact(result, "inspection")
     tracker.finish()
     print_link(tracker.hint, tracker.run_id)
-    return 0
 
 
 def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:

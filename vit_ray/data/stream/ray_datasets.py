@@ -43,7 +43,7 @@ PAUSE_S: Final = 0.02
 _SEGMENT_TASKS: Final = 1024
 LEAST_SHARED: Final = 1 << 18
 """Minimum number of row groups for which the stream server draws the order for all tasks: a process
-draws the order of fewer in 30 ms, and has less to fetch."""
+draws the order of fewer in 30 ms, and a segment of a small data set has many epochs."""
 
 
 @dataclass(frozen=True)

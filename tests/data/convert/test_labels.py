@@ -241,7 +241,7 @@ MEMBERS = [
 ]
 FEATURES = {"left": IMAGES[0], "right": IMAGES[1], "label": b"cat", "class": b"dog"}
 SEVERAL: dict[str, Any] = {
-    "a.csv": "Left,right,label,Class\n0.jpg,1.jpg,cat,dog\n",
+    "a.csv": "left,right,label,class\n0.jpg,1.jpg,cat,dog\n",
     "a.jsonl": '{"left": "0.jpg", "right": "1.jpg", "label": "cat", "class": "dog"}',
     "a.tar": tar_of(MEMBERS),
     "a.parquet": parquet(COLUMNS, CLASS_LABELS),
@@ -276,9 +276,9 @@ def write_with_text(folder: Path, name: str) -> Path:
         write_files(folder, {name: parquet(columns)})
     elif name == "a.csv":
         with (folder / name).open("w", newline="", encoding="utf-8") as sink:
-            writer = csv.DictWriter(sink, ["Caption", "path", "label", "id"])
+            writer = csv.DictWriter(sink, ["caption", "path", "label", "id"])
             writer.writeheader()
-            writer.writerows({"Caption": row.pop("caption")} | row for row in rows)
+            writer.writerows(rows)
     elif name == "a.jsonl":
         write_files(folder, {name: "\n".join(map(json.dumps, rows))})
     else:  # captions in files of their own, numbers in those of JSON

@@ -33,6 +33,7 @@ from vit_ray.storage import is_of_the_store, locate
 
 IMAGE_FIELDS: Final = ("image", "img", "jpg", "picture", "image/encoded")
 _PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
+_ABSOLUTE: Final = "/", "s3://"
 # Rows of a batch: with images, and without.
 _BATCH_ROWS: Final = {True: 64, False: 4096}
 # Maximum number of rows of a row group; a footer with more is damaged.
@@ -226,10 +227,9 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
     delimiter = max(",;\t", key=first.count)
     records = _records(itertools.chain([first], lines), delimiter)
     header = next(records)[2]
-    names = [name.strip().lower() for name in header] if isinstance(header, list) else []
-    given = {n: n.lower() for n in (config.image_field, config.label_field, *config.columns) if n}
-    image = chosen_field("image", given.get(config.image_field or ""), _PATH_FIELDS, names, path)
-    label = chosen_field("label", given.get(config.label_field or ""), LABEL_FIELDS, names, path)
+    names = [name.strip() for name in header] if isinstance(header, list) else []
+    image = chosen_field("image", config.image_field, _PATH_FIELDS, names, path)
+    label = chosen_field("label", config.label_field, LABEL_FIELDS, names, path)
     indices = names.index(image), names.index(label)
     for line, text, row in records:
         if row == "unexpected end of data":
@@ -246,8 +246,6 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
                 fields[label] = list(filter(str.strip, fields[label].split(";")))
             elif _BOXES.fullmatch(fields[label]):
                 fields[label] = re.findall(_CLASS, fields[label])
-            # Names of columns in lower case, and as the user gives them.
-            fields |= {name: fields.get(lower) for name, lower in given.items()}
             yield row_or_problem(Row(f"{unit.path}#{line}"), _list_row, unit, fields)
 
 
@@ -291,28 +289,23 @@ def _csv_problem(
                 'quotes around a field, and write "" for a quote inside'
             )
     # A line inside a quoted text is probably a row behind an open quote if it has as many fields as
-    # the header, and the path of an image.
+    # the header, and the path of another image.
     for fields in (line.split(delimiter) for line in text[1:]):
-        if len(fields) == len(row) and is_image_name(fields[indices[0]].strip(' "')):
+        other = fields[indices[0]].strip(' "') if len(fields) == len(row) else ""
+        if is_image_name(other) and other != row[indices[0]]:
             return "one of its lines is itself a row; check for an open quote"
     return None
 
 
 def _list_row(row: Row, unit: Unit, fields: dict[str, Any]) -> Row:
-    """The row of a record of a list; only its key is known if the path or the label is wrong."""
+    """The row of a record of a list; paths are below the list's folder unless absolute."""
     config, names = unit.config, [name for name, value in fields.items() if value is not None]
     path = fields[chosen_field("image", config.image_field, _PATH_FIELDS, names, "it")]
     if type(path) not in (str, int) or not str(path).strip():
         raise ValueError(f"its path is {path!r}, and must be a text or a number")
-    row = replace(row, key=(config.image_pattern or "{}").replace("{}", str(path)))
-    return row_or_problem(row, _located, unit, fields)
-
-
-def _located(row: Row, unit: Unit, fields: dict[str, Any]) -> Row:
-    """A row with its path, which is its key or below the list's folder, and its labels."""
-    if row.key.startswith(("http://", "https://")):
-        raise ValueError("it is a URL; download the images first, and list their paths")
-    is_absolute = row.key.startswith(("/", "s3://"))
-    row = replace(row, path=row.key if is_absolute else f"{unit.folder}/{row.key}")
+    key = (config.image_pattern or "{}").replace("{}", str(path))
+    row = replace(row, key=key, path=key if key.startswith(_ABSOLUTE) else f"{unit.folder}/{key}")
+    if key.startswith(("http://", "https://")):
+        return replace(row, problem="it is a URL; download the images first, and list their paths")
     text_kind: LabelKind = "text" if unit.format == "csv" else "name"
-    return labelled(row, fields, unit.config, unit.config.label_field, text_kind)
+    return row_or_problem(row, labelled, fields, config, config.label_field, text_kind)

@@ -13,7 +13,6 @@ differ in chroma.
 it needs.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,7 +28,6 @@ Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels, the last two exclusive."""
 _FIRST_RESTART: Final = 0xD0
 _MAX_SEGMENTS: Final = 1 << 16
-_MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 # Second bytes of the markers that end the segments, in sequence.
 _RESTARTS: Final = (_FIRST_RESTART + np.arange(_MAX_SEGMENTS) % 8).astype(np.uint8)
 
@@ -184,15 +182,21 @@ def index_segments(image: bytes) -> RestartIndex | None:
     ):
         return None
     columns = frame.units_across // frame.interval
-    markers = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
-    codes = [image[at + 1] for at in markers]
-    rows = -(-frame.height // frame.unit_height)
-    inner = [_FIRST_RESTART + i % 8 for i in range(rows * columns - 1)]
-    if codes != [*inner, END[1]] or markers[-1] != len(image) - 2 or len(codes) > _MAX_SEGMENTS:
+    count = -(-frame.height // frame.unit_height) * columns
+    data = np.frombuffer(image, np.uint8)
+    # In coded data 0xff is followed by 0, unless it begins a marker or fills the space before one.
+    first, second = data[frame.scan_at : -1], data[frame.scan_at + 1 :]
+    markers = np.flatnonzero((first == 0xFF) & (second != 0) & (second != 0xFF)) + frame.scan_at
+    if (
+        len(markers) != count
+        or count > _MAX_SEGMENTS
+        or markers[-1] != len(image) - len(END)
+        or not np.array_equal(data[markers[:-1] + 1], _RESTARTS[: count - 1])
+    ):
         return None
     return RestartIndex(
         frame.front, frame.tables_at, frame.size_at, frame.unit_height, frame.unit_width, columns,
-        np.array([frame.scan_at, *(at + 2 for at in markers)], np.uint32),
+        np.append(frame.scan_at, markers + 2).astype(np.uint32),
     )  # fmt: skip
 
 

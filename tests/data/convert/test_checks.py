@@ -139,24 +139,23 @@ def scans_repeated(count: int) -> bytes:
     return image[:last] + image[last:-2] * count + b"\xff\xd9"
 
 
-def test_a_jpeg_of_very_many_scans_is_rejected(tmp_path):
+def test_scans_are_counted_up_to_the_end_of_the_picture():
     assert num_scans(jpeg(0) + b"\xff\xda" * 1000) == 1  # behind its end, as in a motion photo
     assert num_scans(encoded(picture(0, 40, 60), comment=b"\xff\xd9\xff\xda")) == 1
     assert num_scans(scans_repeated(91)) == 100
-    source = source_with(tmp_path / "source", {"many.jpg": scans_repeated(92)})
-    convert(source, tmp_path / "set", max_rejected_fraction=0.2, damaged="keep")
-    assert rejections(tmp_path / "set") == {
-        "class_0/many.jpg": "it is a JPEG of 101 scans; the most are 100"
-    }
 
 
-def test_a_strip_that_no_jpeg_can_hold_is_rejected(tmp_path):
-    strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
-    source = source_with(tmp_path / "source", {"strip.png": strip})
-    report = convert(source, tmp_path / "set", shrink_to=19, max_rejected_fraction=0.1)
-    assert report.num_images == 9
-    assert "66500 x 19 pixels" in rejections(tmp_path / "set")["class_0/strip.png"]
-    assert convert(source, tmp_path / "whole").num_images == 10
+@pytest.mark.parametrize(
+    ("image", "options", "reason"),
+    [
+        (scans_repeated(92), {"damaged": "keep"}, "it is a JPEG of 101 scans; the most are 100"),
+        (encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG"), {"shrink_to": 19}, "66500 x 19 pix"),
+    ],
+)
+def test_an_image_that_cannot_be_stored_is_rejected(tmp_path, image, options, reason):
+    source = source_with(tmp_path / "source", {"odd": image})
+    assert convert(source, tmp_path / "set", max_rejected_fraction=0.1, **options).num_images == 9
+    assert reason in rejections(tmp_path / "set")["class_0/odd"]
 
 
 @pytest.mark.parametrize("index_jpeg", [True, False])
@@ -282,27 +281,22 @@ def test_what_is_said_before_is_what_comes(image_folder, tmp_path):
     assert said.seconds > 0
 
 
-def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
-    """The time is over within the first of three folders of 100 images each."""
-    monkeypatch.setattr(checks, "COUNTED_S", -1.0)
-    said = estimate_conversion(config_of(image_folder, "set"))
-    assert (said.num_counted, said.num_parts, said.num_images) == (1, 3, 300)
-    text = "images      about 300 images of at least 3 classes (1 of 3 parts counted)"
-    assert run_plan(image_folder)[0] == text
-
-
-@pytest.mark.parametrize("num_tars", [1, 3])
-def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
-    num_tars, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("num_tars", "counted", "classes"), [(0, (1, 3, 3), 3), (1, (0, 1, 1), 1), (3, (0, 3, 1), 1)]
+)
+def test_what_takes_long_is_counted_in_part(
+    image_folder, tmp_path, monkeypatch, num_tars, counted, classes
 ):
+    """The time is over within the first of three folders, or of some tars, of 300 images."""
     files = samples([jpeg(i) for i in range(300)], [b"%d" % (i // 150) for i in range(300)])
     write_files(tmp_path, {f"{number}.tar": tar_of(files) for number in range(num_tars)})
+    source = tmp_path if num_tars else image_folder
     monkeypatch.setattr(checks, "COUNTED_S", -1.0)
-    said = estimate_conversion(config_of(tmp_path, "set"))
-    assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
-    assert said.num_images == pytest.approx(300 * num_tars, rel=0.2)
-    told = f"images      about {said.num_images} images of at least 1 classes"
-    assert run_plan(tmp_path)[0].startswith(told)
+    estimate = estimate_conversion(config_of(source, "set"))
+    assert (estimate.num_counted, estimate.num_parts, estimate.num_classes) == counted
+    assert estimate.num_images == pytest.approx(300 * max(1, num_tars), rel=0.2)
+    text = f"about {estimate.num_images} images of at least {classes} classes ({counted[0]} of"
+    assert run_plan(source)[0].startswith(f"images      {text}")
 
 
 def test_rejected_images_and_the_machine_are_named(tmp_path):

@@ -44,20 +44,18 @@ def test_an_address_at_which_no_ray_answers_is_an_error_that_names_it(monkeypatc
                 check_address(address)
 
 
-@pytest.mark.parametrize("code", ["UNAVAILABLE", "DEADLINE_EXCEEDED"])
-def test_a_cluster_that_does_not_answer_in_time_is_reported_as_such(code):
-    """As a head does whose services are down, or that is too busy."""
+def test_a_cluster_whose_services_are_down_is_reported_as_one_that_does_not_answer():
     grpc: Any = importlib.import_module("grpc")
 
     def refuse(_: bytes, context: Any) -> None:
-        context.abort(grpc.StatusCode[code], "")
+        context.abort(grpc.StatusCode.UNAVAILABLE, "")
 
     answers = SimpleNamespace(service=lambda _: grpc.unary_unary_rpc_method_handler(refuse))
     server = grpc.server(ThreadPoolExecutor(1), handlers=(answers,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with pytest.raises(ValueError, match=f"no Ray answers there .{code.lower()}.; start the"):
+        with pytest.raises(ValueError, match="no Ray answers there .unavailable.; start the"):
             check_address(f"127.0.0.1:{port}")
     finally:
         server.stop(None)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
+
 from vit_ray.data import tasks
 from vit_ray.launch import terminal
 from vit_ray.outcomes import EventKind
@@ -39,7 +41,10 @@ raise SystemExit(3)
 """
 
 
-def start(before: str = "") -> subprocess.Popen[str]:
+UNDER_NOHUP = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+
+
+def start(before: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     driver = subprocess.Popen(
         [sys.executable, "-c", before + DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -77,24 +82,23 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
     ]
 
 
-def test_a_message_that_nobody_can_read_does_not_end_the_run():
-    driver = start()
-    driver.stderr.close()  # as `2>&1 | tee log`, which gets the same Ctrl-C
-    driver.send_signal(signal.SIGINT)
-    assert line(driver) == "asked to stop: Ctrl-C"
+@pytest.mark.parametrize(("before", "has_reader", "numbers", "reason"), [
+    ("", False, [signal.SIGINT], "Ctrl-C"),  # as `2>&1 | tee log`, which gets the same Ctrl-C
+    (UNDER_NOHUP, True, [signal.SIGHUP, signal.SIGTERM], "SIGTERM"),  # not the closed terminal
+])  # fmt: skip
+def test_a_signal_asks_for_a_checkpoint_also_where_nobody_reads_the_message(
+    before, has_reader, numbers, reason
+):
+    driver = start(before)
+    if not has_reader:
+        driver.stderr.close()
+    for number in numbers:
+        driver.send_signal(number)
+    assert line(driver) == f"asked to stop: {reason}"
     driver.stdin.write("land\n")
     driver.stdin.flush()
     assert line(driver) == "checkpoint"
     assert driver.wait(60) == 3
-
-
-def test_under_nohup_a_closed_terminal_does_not_stop_the_run():
-    driver = start("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
-    driver.send_signal(signal.SIGHUP)
-    driver.send_signal(signal.SIGTERM)
-    assert line(driver) == "asked to stop: SIGTERM"
-    driver.communicate("land\n", timeout=60)
-    assert driver.returncode == 3
 
 
 def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_path):

@@ -55,7 +55,7 @@ def test_a_cluster_whose_services_are_down_is_reported_as_one_that_does_not_answ
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with pytest.raises(ValueError, match="no Ray answers there .unavailable.; start the"):
+        with pytest.raises(ValueError, match=r"no Ray answers there .unavailable.; start the"):
             check_address(f"127.0.0.1:{port}")
     finally:
         server.stop(None)

@@ -19,8 +19,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
-from vit_ray.experiments.study import run_study
-from vit_ray.experiments.study_cells import Cell, CellResult, branch_step, study_cells
+from vit_ray.experiments.study import CellResult, run_study
+from vit_ray.experiments.study_cells import Cell, branch_step, study_cells
 from vit_ray.experiments.sweep import SweepResult
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch.run import Following
@@ -52,12 +52,12 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
             raise RunFailedError("no such data set")
         return SweepResult([], {}, [Outcome(tops[name])])
 
-    def transferred() -> CellResult:
+    def transferred() -> Outcome:
         tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]
         metrics = {"eval/top1": 0.5}
         train = lambda recipe, **_: trained(**metrics)  # noqa: E731
         ((found,), _) = run_cells(monkeypatch, cells[:1], train, transfer=tasks)
-        return found
+        return found.outcome
 
     monkeypatch.setattr(study, "task_recipe", lambda *_: None)
     monkeypatch.setattr(study, "fine_tune", fine_tune)
@@ -123,12 +123,14 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
 
 def test_the_record_of_a_study_begins_with_the_best_test_accuracy_of_its_cells(cells):
     tops = [{"eval/top1": 0.4}, {"eval/top1": 0.6}, {}]
-    found = study._totals([CellResult(c, m, "id") for c, m in zip(cells, tops, strict=True)])
+    found = study._totals(
+        [CellResult(c, Outcome(metrics=m)) for c, m in zip(cells, tops, strict=True)]
+    )
     assert next(iter(found.items())) == ("eval/top1", 0.6)
     # A cell without a test set is evaluated on images of its training set.
     held_out = cells[0].recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1})
     cell = replace(cells[0], recipe=held_out)
-    assert "eval/top1" not in study._totals([CellResult(cell, {"eval/top1": 0.9}, "id")])
+    assert "eval/top1" not in study._totals([CellResult(cell, Outcome(metrics={"eval/top1": 0.9}))])
 
 
 def test_a_finished_study_trains_nothing_again_and_its_page_is_kept_with_its_run(
@@ -137,7 +139,7 @@ def test_a_finished_study_trains_nothing_again_and_its_page_is_kept_with_its_run
     models = [study_row("one"), study_row("two", width=32)]
     recipe = study_recipe(tmp_path, models, digits.train, digits.test, max_concurrent=2)
     first, again = run_study(recipe), run_study(recipe)
-    assert [cell.was_finished for cell in again.cells] == [True, True]
+    assert [cell.outcome.was_finished for cell in again.cells] == [True, True]
     assert again.published.run_id == first.published.run_id
     assert print_study(again) == 0
     assert "2 of 2 cells had finished before" in capsys.readouterr().out
@@ -154,7 +156,9 @@ def test_a_finished_study_trains_nothing_again_and_its_page_is_kept_with_its_run
     assert again.published.page.exists()
     # A finished cell is not taken for one of another recipe.
     for cell in run_study(recipe.with_changes(optim={"weight_decay": 0.3})).cells:
-        assert "these keys have changed: optim.weight_decay was 0.0 and is 0.3" in cell.error
+        assert (
+            "these keys have changed: optim.weight_decay was 0.0 and is 0.3" in cell.outcome.error
+        )
 
 
 @pytest.mark.slow
@@ -173,7 +177,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
     tree["study"]["transfer"] = [task, {**task, "name": "swept", "changes": {"sweep": sweep}}]
     recipe = recipe_from_dict(tree, "test")
     result = run_study(recipe)
-    assert [bool(cell.error) for cell in result.cells] == [True, False]
+    assert [bool(cell.outcome.error) for cell in result.cells] == [True, False]
     assert not result.published.is_complete
     assert print_study(result) == 1
     assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
@@ -184,9 +188,9 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
     assert [event["kind"] for event in json.loads(attempt.read_text())] == ["failed cell"]
 
     (_, good) = result.cells
-    run = client.get_run(good.run_id)
+    run = client.get_run(good.outcome.run_id)
     kept = {key: run.data.metrics[f"transfer/{key}_top1"] for key in ("fixed", "swept")}
-    assert kept == {key: good.metrics[f"transfer/{key}_top1"] for key in kept}
+    assert kept == {key: good.outcome.metrics[f"transfer/{key}_top1"] for key in kept}
     runs = client.search_runs([run.info.experiment_id])
     # Without the digest of what is trained.
     under = {re.sub("-[0-9a-f]{8}$", "", run.info.run_name): run for run in runs}

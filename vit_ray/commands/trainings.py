@@ -149,31 +149,30 @@ def print_sweep(result: SweepResult) -> None:
     _print_links(result.published)
 
 
-def print_study(result: StudyResult) -> int:
+def print_study(study: StudyResult) -> int:
     """Print a row for each cell; exit code 1 if a cell failed."""
-    metrics = dict.fromkeys(key for outcome in result.cells for key in outcome.metrics)
-    tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in metrics]
+    keys = dict.fromkeys(key for result in study.cells for key in result.outcome.metrics)
+    tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in keys]
     columns = [*_CELL_COLUMNS, *((task[1], task[0], "{:.2%}") for task in tasks if task)]
     rows = []
-    for outcome in result.cells:
-        cell = outcome.cell
-        row: dict[str, object] = {
+    for result in study.cells:
+        cell, metrics = result.cell, result.outcome.metrics
+        rows.append({
             "model": cell.label,
             "data": f"{cell.fraction * 100:.3g}%",
-            "length": f"{cell.length}, branched" if outcome.branched_from else cell.length,
+            "length": f"{cell.length}, branched" if result.branched_from else cell.length,
             "seed": cell.recipe.seed,
-        }
-        for title, key, form in columns:
-            row[title] = form.format(outcome.metrics[key]) if key in outcome.metrics else None
-        rows.append(row)
+            **{title: form.format(metrics[key]) if key in metrics else None
+               for title, key, form in columns},
+        })  # fmt: skip
     _print_table("Scaling study (proxy data: not the paper's JFT-300M)", rows)
-    for outcome in result.cells:
-        if outcome.error:
-            print(redact(f"failed: {outcome.cell.name}: {outcome.error}"))
-    if num_before := sum(outcome.was_finished for outcome in result.cells):
-        print(f"{num_before} of {len(result.cells)} cells had finished before")
-    _print_links(result.published)
-    return 0 if result.published.is_complete else 1
+    for result in study.cells:
+        if result.outcome.error:
+            print(redact(f"failed: {result.cell.name}: {result.outcome.error}"))
+    if num_before := sum(result.outcome.was_finished for result in study.cells):
+        print(f"{num_before} of {len(study.cells)} cells had finished before")
+    _print_links(study.published)
+    return 0 if study.published.is_complete else 1
 
 
 def run_quickstart(recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ results, with the error.
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import checked_steps, points_of
 from vit_ray.experiments.study_cells import (
     Cell,
-    CellResult,
     begin_branch,
     branch_step,
     in_groups,
@@ -49,6 +48,21 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
 )
 from vit_ray.outcomes import EventKind, RunFailedError
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """The result of a cell.
+
+    Attributes:
+        outcome: of the training; metrics and error include those of the transfers.
+        branched_from: cell and step of the checkpoint that the training started from; empty if the
+            training started from step 0.
+    """
+
+    cell: Cell
+    outcome: Outcome
+    branched_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,11 +141,13 @@ def _run_cells(cells: Sequence[Cell], parent: OpenParent) -> list[CellResult]:
         [{"cell": name} for name in groups],
         max_concurrent=study.max_concurrent,
     )
-    fields: dict[str, Any] = {}
+    trained: dict[str, CellResult] = {}
     for group, result in zip(groups.values(), results, strict=True):
-        lost = {cell.name: {"error": result.get("error")} for cell in group}
-        fields |= result.get("cells", lost)
-    return [CellResult(cell, **fields[cell.name]) for cell in cells]
+        for cell in group:
+            fields = result.get("cells", {}).get(cell.name, result)  # else the process died
+            origin = fields.get("branched_from", "")
+            trained[cell.name] = CellResult(cell, Outcome.of_result(fields), origin)
+    return [trained[cell.name] for cell in cells]
 
 
 def _train_group(
@@ -150,26 +166,23 @@ def _train_group(
     saving = trunk.recipe.with_changes(checkpoint={"keep_steps": sorted(keep_steps)})
     outcome = train_child(following, saving, "study_cell", tags)
     following = Following(following.parent, following.stop)  # Tune follows the longest cell alone
-    cells = {trunk.name: _with_transfers(study, trunk, outcome, following)}
+    cells = {trunk.name: asdict(_with_transfers(study, trunk, outcome, following))}
     for cell in branches:
         branched_from = begin_branch(cell, trunk)
         if branched_from:
             following.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
         of_branch = train_child(following, cell.recipe, "study_cell", tags)
-        fields = _with_transfers(study, cell, of_branch, following)
+        fields = asdict(_with_transfers(study, cell, of_branch, following))
         cells[cell.name] = fields | {"branched_from": branched_from}
     return {STEP: outcome.step, METRIC: outcome.top1, "cells": cells}
 
 
 def _with_transfers(
     study: StudyConfig, cell: Cell, outcome: Outcome, following: Following
-) -> dict[str, Any]:
-    """Fine-tune a cell on each task, and add the accuracies to the cell's run.
+) -> Outcome:
+    """Fine-tune a cell on each task, and add the accuracies to the cell's run and its outcome.
 
     A failed task does not end the others.
-
-    Returns:
-        Fields of the cell's `CellResult`.
     """
     metrics, top1 = dict(outcome.metrics), list[float]()
     errors = [outcome.error] if outcome.error else []
@@ -193,18 +206,13 @@ def _with_transfers(
         text = f"{cell.name}: {'; '.join(errors)}"
         following.parent.record.event(EventKind.CELL_FAILED, text, 0)
     following.parent.record.child_step(cell.name, cell.steps)
-    return {
-        "metrics": metrics,
-        "run_id": outcome.run_id,
-        "was_finished": outcome.was_finished,
-        "error": "; ".join(errors),
-    }
+    return replace(outcome, metrics=metrics, error="; ".join(errors))
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:
-    failed = sum(bool(result.error) for result in results)
+    failed = sum(bool(result.outcome.error) for result in results)
     # Cells without a test set are evaluated on held-out images, and are not compared.
-    tested = [result.metrics for result in results if result.cell.recipe.data.eval]
+    tested = [result.outcome.metrics for result in results if result.cell.recipe.data.eval]
     top1 = [metrics[EVAL_TOP1] for metrics in tested if EVAL_TOP1 in metrics]
     return {
         **({EVAL_TOP1: max(top1)} if top1 else {}),  # the first that MLflow's pages show

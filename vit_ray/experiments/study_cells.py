@@ -16,7 +16,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
@@ -93,25 +93,6 @@ class Cell:
     def name(self) -> str:
         """Run name: study, label, share of data, length, and the seed if it is not the recipe's."""
         return self.recipe.name
-
-
-@dataclass(frozen=True)
-class CellResult:
-    """The result of a cell.
-
-    Attributes:
-        was_finished: the cell was complete at an earlier start; nothing was trained now.
-        branched_from: cell and step of the checkpoint that the training started from; empty if the
-            training started from step 0.
-        error: why the cell or a transfer failed; empty if nothing failed.
-    """
-
-    cell: Cell
-    metrics: dict[str, float] = field(default_factory=dict)
-    run_id: str | None = None
-    was_finished: bool = False
-    branched_from: str = ""
-    error: str = ""
 
 
 def study_cells(recipe: Recipe) -> list[Cell]:

@@ -88,8 +88,9 @@ class Libjpeg:
             self._socket.settimeout(_ANSWER_WITHIN_S)
             self._answers = self._socket.makefile("rb")
             with theirs:
+                pipe = theirs.fileno()
                 self._process = subprocess.Popen(
-                    self._command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL
+                    self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
                 )
         self._socket.sendall(request)
         (length,) = ANSWER.unpack(self._answers.read(ANSWER.size))

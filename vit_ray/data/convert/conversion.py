@@ -358,10 +358,10 @@ def _stored_rows(units: list[Unit], pack: str, images: Any, facts: dict[str, Any
     Rows in an archive get its version. Versions, declared classes and damages are added to `facts`.
     """
     for unit in units:
-        listed, version = _listed(unit)
+        unit_rows, version = _listed(unit)
         facts["versions"][unit.path] = version
         try:
-            for row in map(Row.storable, listed):
+            for row in map(Row.storable, unit_rows):
                 if row.image is not None and row.problem is None:
                     start, length = images.tell(), len(row.image)
                     images.write(row.image)

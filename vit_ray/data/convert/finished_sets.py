@@ -248,7 +248,7 @@ def _duplicates_in(
 
 def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, Described]]:
     """(sample, key, digest and hash) of every image of a file."""
-    reader, images = RowGroupReader(manifest), []
+    reader, images = RowGroupReader(manifest), list[tuple[int, str, Described]]()
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         rows, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):

@@ -123,7 +123,7 @@ class BatchReader:
         epochs, groups, rows = self.order.places(positions)
         samples = manifest.samples_at(groups, rows)
         batch: Batch = {
-            "image": np.zeros((size, *job.spec.augmentation.shape), np.uint8),
+            "image": np.empty((size, *job.spec.augmentation.shape), np.uint8),
             "labels": np.full((size, manifest.max_labels), NO_LABEL, np.int32),
             "sample": np.full(size, _PADDING_SAMPLE, np.int64),
         }
@@ -134,7 +134,9 @@ class BatchReader:
             indices = np.flatnonzero(turns == turn)
             bad |= self._write(batch, indices, epochs[indices], samples[indices])
         if not job.is_training:
-            batch["weight"] = (batch["sample"] != _PADDING_SAMPLE).astype(np.float32)
+            is_padding = batch["sample"] == _PADDING_SAMPLE
+            batch["image"][is_padding] = 0
+            batch["weight"] = 1 - is_padding.astype(np.float32)
         return batch, bad
 
     def _write(

@@ -230,6 +230,7 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
                 f"{absent[0]!r}; check its name"
             )
         classes, label_of = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
+        folders = {unit.path.rpartition("/")[2] for unit in units if unit.format == "folder"}
         plan = Plan(
             settings,
             versions,
@@ -238,10 +239,9 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
             num_images=facts.rows,
             num_shards=len(units) if config.in_place else _num_shards(facts, rows, seed, config),
             folder=units[0].folder,
+            # Folders without images are no classes, and so have no label.
+            no_classes=sorted({*map(checked_label, folders)} - label_of.keys()),
         )
-        # Folders without images are no classes, and so have no label.
-        folders = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
-        plan.no_classes.extend(sorted({*map(checked_label, folders)} - label_of.keys()))
         if not config.in_place:
             if units[0].format in _MAY_REPEAT:
                 rows = without_repeats(rows)

@@ -119,7 +119,7 @@ class Plan:
     num_images: int
     num_shards: int
     folder: str
-    no_classes: list[str] = field(default_factory=list)
+    no_classes: list[str]
 
 
 @dataclass

@@ -86,7 +86,7 @@ def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
     again = engine()
     checkpoint = newest_checkpoint(folder)
     assert checkpoint is not None
-    again.state.restore(checkpoint)
+    assert not again.state.restore(checkpoint)
     found = run_steps(again, 2, STEPS, 4)
     again.close()
     assert found == pytest.approx(losses[2:], rel=1e-5 if precision == "fp32" else 5e-3)

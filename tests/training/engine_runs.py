@@ -164,7 +164,7 @@ def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, 
             for parameter in model.parameters():
                 parameter.add_(0.1)
         engine = build_engine(train, world_size, config["micro"], optim_of(config), model)
-        engine.state.restore(checkpoint)
+        assert not engine.state.restore(checkpoint)
         losses = run_steps(engine, 2, 5, config["micro"])
         results[config["name"], config["from"]] = finished(engine, losses)
     return results

@@ -130,8 +130,9 @@ class FakeEngine:
         weight = torch.tensor([self.weight])
         return take_snapshot([("weight", "w", 0, weight)], position, 0, 1, memory)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> str:
         self.weight = float(checkpoint.weights()["w"])
+        return ""
 
     def activation_sizes(self, images: torch.Tensor) -> dict[str, float]:
         return {"embedding": 1.0, "blocks.0": float("inf")}

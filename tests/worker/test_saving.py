@@ -197,8 +197,8 @@ class Engine:
         start = ("a", 0) if rank == 0 else ("b", 0)
         self._entries = [("weight", *start, self.weight)]
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        fill_on_all_ranks(checkpoint, self._entries)
+    def restore(self, checkpoint: Checkpoint) -> str:
+        return fill_on_all_ranks(checkpoint, self._entries)
 
 
 def resume(rank: int, *folders: Path) -> list[tuple[Any, list[float], list[str]]]:

@@ -99,11 +99,11 @@ def frozen_fragments(engine: Any, exact: dict[str, Tensor]) -> list[Fragment]:
     return fragments
 
 
-def fill_on_all_ranks(checkpoint: Checkpoint, entries: list[Entry]) -> None:
+def fill_on_all_ranks(checkpoint: Checkpoint, entries: list[Entry]) -> str:
     """As `Checkpoint.fill`; all ranks call it, each with its own entries.
 
-    Raises:
-        DamagedCheckpointError: on all ranks, if data that some rank needs are damaged.
+    Returns:
+        On all ranks, which data that some rank needs are damaged; empty if there are none.
     """
     text, texts = "", [""] * dist.get_world_size()
     try:
@@ -111,8 +111,7 @@ def fill_on_all_ranks(checkpoint: Checkpoint, entries: list[Entry]) -> None:
     except DamagedCheckpointError as error:
         text = str(error)
     dist.all_gather_object(texts, text)
-    if any(texts):
-        raise DamagedCheckpointError(max(texts))
+    return max(texts)
 
 
 class WeightAverage:
@@ -231,18 +230,19 @@ class TrainingState:
         yield
         self._exchange(self._names, self.owned, masters)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> str:
         """Continue exactly from a checkpoint; all ranks call it.
 
-        Raises:
-            DamagedCheckpointError: as `fill_on_all_ranks`.
+        Returns:
+            As `fill_on_all_ranks`; the state is restored if it is empty.
         """
         average, has_average = self.average, checkpoint.has_average()
         entries = [*self._entries(self._local)]
         entries += [(WEIGHT, f.name, f.start, f.weight) for f in self._frozen]
         if average is not None and has_average:
             entries += average.entries()
-        fill_on_all_ranks(checkpoint, entries)
+        if damage := fill_on_all_ranks(checkpoint, entries):
+            return damage
         if average is not None and not has_average:
             average.restart()
         for names, fragments in ((self._names, self.owned), (self._frozen_names, self._frozen)):
@@ -253,6 +253,7 @@ class TrainingState:
                 entry[STEP_COUNT].fill_(position.applied_steps)
         self._engine.global_steps = position.step
         self._guard.refused_steps.fill_(position.step - position.applied_steps)
+        return ""
 
     def _exchange(
         self, names: dict[nn.Parameter, str], fragments: list[Fragment], values: list[Tensor]

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
-from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
 from vit_ray.outcomes import EventKind, LockLostError
 from vit_ray.training.collectives import read_by_first
@@ -193,12 +192,9 @@ def restore_newest(
     Raises:
         UnrecoverableError: as `agreed_checkpoint`.
     """
-    while True:
-        try:
-            engine.state.restore(newest)
-            return newest
-        except DamagedCheckpointError as error:
-            warn(f"{error}; passed over")
+    while damage := engine.state.restore(newest):
+        warn(f"{damage}; passed over")
         older = agreed_checkpoint(partial(find, below=newest.position.step), engine.device)
         assert older is not None, "`agreed_checkpoint` raises an error instead"
         newest = older
+    return newest

@@ -33,15 +33,17 @@ class Store:
             group: of the runs that differ by the seed alone; None for a run without a recipe.
             test: images and classes of its test set, and of its dev split.
         """
-        known = {"vit_ray.kind": kind, "data.train": f"/data/{data}/train", **(tags or {})}
-        known |= {"data.eval": f"/data/{data}/test"}
+        known = {"vit_ray.kind": kind, **(tags or {})}
         known |= {"vit_ray.group": group} if group else {}
         known |= {"mlflow.parentRunId": parent} if parent else {}
         start_ms = 1_700_000_000_000 + 1000 * next(_numbers)
         run = self.client.create_run(self.experiment, start_ms, known, name)
         run_id = str(run.info.run_id)
-        always = {"seed": seed, "model.name": "ViT-B/16", "data.fraction": 1.0}
-        values = {**always, "optim.name": "adamw", **(params or {})}
+        values = {
+            "seed": seed, "model.name": "ViT-B/16", "optim.name": "adamw", "data.fraction": 1.0,
+            "data.train": f"/data/{data}/train", "data.eval": f"/data/{data}/test",
+            **(params or {}),
+        }  # fmt: skip
         points = [Metric(key, value, start_ms, 10) for key, value in (metrics or {}).items()]
         self.client.log_batch(run_id, points, [Param(k, str(v)) for k, v in values.items()])
         profile = json.dumps({"num_images": test[0], "num_classes": test[1]})

@@ -135,8 +135,10 @@ def test_a_training_begins_with_its_result_on_its_own_set(store):
     lead = " ".join(page_of(store).lead)
     assert all(f"{count} test images" in lead for count in (300, 301))
     store.put("scratch", {"eval/top1": 188 / 300}, kind="pretrain", group="b", test=(300, 10))
-    tags = {"vit_ray.init_run": first, "init_from": "/runs/first"}
-    store.put("t", {"eval/top1": 0.92}, kind="finetune", group="c", tags=tags, test=(300, 10))
+    tags, start = {"vit_ray.init_run": first}, {"init_from": "/runs/first"}
+    store.put(
+        "t", {"eval/top1": 0.92}, start, kind="finetune", group="c", tags=tags, test=(300, 10)
+    )
     told = "Fine-tuned 92.0 % (95 %: 88 to 95, 300 test images) against 62.7 % from scratch."
     assert page_of(store).lead[0] == told
 

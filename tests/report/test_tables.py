@@ -87,8 +87,8 @@ def pretrained(store: Store, model: str, optimizer: str = "adamw", seed: int = 0
 def tuned(store: Store, first: str, top1: float, **more: Any) -> None:
     store.put(
         f"tuned-{first[:4]}-{top1}", {"eval/top1": top1, "study/exaflops": 1.0},
-        {"optim.learning_rate": 0.01}, kind="finetune", group="tuned",
-        tags={"vit_ray.init_run": first, "init_from": "/runs/first"}, **more,
+        {"optim.learning_rate": 0.01, "init_from": "/runs/first"}, kind="finetune", group="tuned",
+        tags={"vit_ray.init_run": first}, **more,
     )  # fmt: skip
 
 
@@ -217,8 +217,8 @@ def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store):
         for group, seed in (("a", 0), ("a", 1), ("b", 0))
     ]
     for first in firsts:
-        tags = {"vit_ray.init_run": first, "init_from": f"/runs/{first}"}
-        store.put("tuned", {"eval/top1": 0.9}, kind="finetune", group="t", tags=tags)
+        tags, start = {"vit_ray.init_run": first}, {"init_from": f"/runs/{first}"}
+        store.put("tuned", {"eval/top1": 0.9}, start, kind="finetune", group="t", tags=tags)
     store.put("alone", kind="")
     runs = load_runs(store.uri, "made")
     one, again, other = runs.loc[runs["name"] == "tuned", "group"]

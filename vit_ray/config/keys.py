@@ -45,8 +45,6 @@ _MARKS: Final = {DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in
 # Keys that decide what is measured, not the weights; the same set may have moved.
 EVALUATED_SETS: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.EVALUATED)
 LENGTH: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.LENGTH)
-# Keys that are recorded as tags: locations, and what is measured.
-TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
 
 
 def on_resume(key: str) -> OnResume | None:
@@ -111,8 +109,8 @@ def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[
     Values that a restart changed are in a tag.
     """
     with contextlib.suppress(json.JSONDecodeError):  # MLflow limits the length of a tag
-        params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
-    return {**{key: tags[key] for key in TAGGED if key in tags}, **params}
+        return {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
+    return dict(params)
 
 
 def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from vit_ray.checkpoints.checkpoint_format import (
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
-from vit_ray.config.keys import TAGGED
 from vit_ray.config.recipe import leaves
 from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
@@ -167,7 +166,7 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
         )
     by_params: dict[str, Cell] = {}
     for cell in cells:
-        other = by_params.setdefault(json.dumps(_deciding_params(cell.recipe)), cell)
+        other = by_params.setdefault(json.dumps(trained_params(cell.recipe)), cell)
         if other is not cell:
             raise ValueError(
                 f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
@@ -223,15 +222,9 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     recipe = with_point(base, point, where, **changes)
     check_in_turn(recipe, where)
     # The same on any number of workers.
-    params = {key: value for key, value in _deciding_params(recipe).items() if key not in SIZES}
+    params = {key: value for key, value in trained_params(recipe).items() if key not in SIZES}
     digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
     return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}")).with_absolute_paths()
-
-
-def _deciding_params(recipe: Recipe) -> dict[str, str]:
-    """The keys that decide the weights of a training and the results of its evaluation."""
-    flat = recipe.flat()
-    return trained_params(recipe) | {key: flat[key] for key in TAGGED}
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:

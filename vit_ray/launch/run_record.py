@@ -29,7 +29,6 @@ from vit_ray.config.keys import (
     GROUP,
     KIND,
     RUN_FOLDER,
-    TAGGED,
     is_trained,
 )
 from vit_ray.config.loading import write_yaml
@@ -233,12 +232,12 @@ def end_record(
 
 
 def trained_params(recipe: Recipe) -> dict[str, str]:
-    """The keys that decide the training's result, and its sizes; only those that are set."""
+    """The keys that decide the training's result, its data and sizes; only those that are set."""
     flat = recipe.flat()
     return {
         key: value
         for key, value in flat.items()
-        if (is_trained(key) and key not in TAGGED) or key in SIZES
+        if is_trained(key) or key in (*SIZES, "data.train")
         if value != "None"
     }
 
@@ -255,11 +254,9 @@ def run_facts(
     Args:
         command: the command line.
     """
-    flat = recipe.flat()
     # In a container, and on a shared account, the MLflow log-in identifies the person.
     user = os.environ.get("MLFLOW_TRACKING_USERNAME") or psutil.Process().username()
     return {
-        **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         KIND: kind,
         GROUP: group_of(recipe, resolved),
         "vit_ray.git_commit": git_commit(),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER, TAGGED
+from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import (
@@ -191,8 +191,8 @@ class RunWriter:
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)
-        # Last, since MLflow may refuse a tag of the user's; it replaces no key.
-        self._tag({k: v for k, v in record["user_tags"].items() if k not in TAGGED})
+        # Last, since MLflow may refuse a tag of the user's.
+        self._tag(record["user_tags"])
 
     def _tag(self, tags: dict[str, Any]) -> None:
         stored = [RunTag(k, str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]

@@ -1,4 +1,4 @@
-"""The keys of a recipe: their help, which of them decide a training, and their tags in MLflow.
+"""The keys of a recipe: their help, which of them decide a training, and names of tags in MLflow.
 
 A run is resumed, and a finished cell of a study reused, only if no deciding key has changed.
 """

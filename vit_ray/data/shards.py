@@ -311,15 +311,15 @@ class RowGroupReader:
         )
         table = file.read_row_group(number, columns=names, use_threads=False).combine_chunks()
         expected = int(manifest.rows[group]) + len(manifest.dropped.get(group, ()))
-        path, problem = manifest.shard_location(group).path, ""
+        problem = ""
         if len(table) != expected:
             problem = f"{len(table)} rows and the manifest says {expected}"
         elif "labels" in names:
             problem = _wrong_label(table["labels"].chunk(0), manifest.num_classes)
         if problem:
             raise ValueError(
-                f"shard {path!r}, row group {number} has {problem}: it was changed after "
-                f"conversion{_ADVICE}"
+                f"shard {manifest.shard_location(group).path!r}, row group {number} has {problem}: "
+                f"it was changed after conversion{_ADVICE}"
             )
         return table
 

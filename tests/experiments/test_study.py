@@ -12,7 +12,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree, trained, with_steps
-from tests.experiments.trials_here import Calls, in_process, parent_of
+from tests.experiments.trials_here import in_process, kinds, parent_of
 from vit_ray.commands.tracking_store import report
 from vit_ray.commands.trainings import print_study
 from vit_ray.config import Recipe
@@ -33,15 +33,6 @@ def cells(tmp_path: Path) -> list[Cell]:
     return study_cells(study_recipe(tmp_path, rows))
 
 
-def run_cells(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell], train: Any, **keys: Any
-) -> tuple[list[CellResult], Calls]:
-    """The study of the cells, with `train(recipe, ...)` in the place of a training."""
-    in_process(monkeypatch, train)
-    parent, calls = parent_of(study_recipe("/x", [study_row("any")], **keys))
-    return study._run_cells(cells, parent), calls
-
-
 def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monkeypatch, cells):
     stored: list[Any] = []
     tops: dict[str, float] = {"cars": 0.7}
@@ -54,9 +45,9 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
 
     def transferred() -> Outcome:
         tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]
-        metrics = {"eval/top1": 0.5}
-        train = lambda recipe, **_: trained(**metrics)  # noqa: E731
-        ((found,), _) = run_cells(monkeypatch, cells[:1], train, transfer=tasks)
+        in_process(monkeypatch, lambda recipe, **_: trained(**{"eval/top1": 0.5}))
+        parent, _ = parent_of(study_recipe("/x", [study_row("any")], transfer=tasks))
+        (found,) = study._run_cells(cells[:1], parent)
         return found.outcome
 
     monkeypatch.setattr(study, "task_recipe", lambda *_: None)
@@ -92,7 +83,7 @@ def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(monkeypatch,
     assert [one.cell for one in found] == cells
     trunk = cells[1].name
     assert [one.branched_from for one in found[:3]] == [f"{trunk} 80", "", f"{trunk} 160"]
-    assert calls.kinds() == ["branch"] * 4
+    assert kinds(calls) == ["branch"] * 4
 
 
 @pytest.mark.parametrize(("changes", "key"), [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ray.tune.schedulers import ASHAScheduler
 
-from tests.experiments.trials_here import in_process, parent_of, result_of
+from tests.experiments.trials_here import in_process, kinds, parent_of, result_of
 from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
@@ -164,9 +164,11 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     assert [row.outcome.top1 for row in found.rows] == ([0.1, 0.2] if averaging else [0.9, 0.8])
     assert found.test_top1 == [best if averaging else 1 - best] * 2
     accuracy = "eval/averaged_top1" if averaging else "eval/top1"
-    assert calls.last("results")[1][accuracy] == found.mean
-    assert next(iter(calls.last("results")[1])) == "eval/top1"  # what MLflow's pages show first
-    key, text = calls.last("tag")  # whether MLflow answers or not
+    assert calls.results.call_args.args[1][accuracy] == found.mean
+    assert (
+        next(iter(calls.results.call_args.args[1])) == "eval/top1"
+    )  # what MLflow's pages show first
+    key, text = calls.tag.call_args.args  # whether MLflow answers or not
     assert key == "mlflow.note.content"
     assert text.startswith(f"Of 2 trials, learning_rate={best} won (dev ")
 
@@ -190,7 +192,7 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
     found, calls = swept(plan_of(tmp_path, (0.1, 0.2, 0.3, 0.4, 0.5)))
     assert found.best == {RATE: 0.5}
     assert [row.outcome.error for row in found.rows] == ["no memory", "not finite", "", "", ""]
-    assert calls.kinds() == ["failed trial"] * 2
+    assert kinds(calls) == ["failed trial"] * 2
     with pytest.raises(RunFailedError, match="every trial failed; the first: its accuracy is not"):
         swept(plan_of(tmp_path, (0.3,)))
     stopped = Row({RATE: 0.5}, Outcome(0.9, 10, is_stopped_early=True))
@@ -258,7 +260,7 @@ def test_a_sweep_under_asha_that_was_restarted_says_so(has_begun, tmp_path, monk
     plan = replace(plan, recipe=plan.recipe.with_changes(sweep={"scheduler": "asha"}))
     in_process(monkeypatch, lambda recipe, **_: result_of(recipe, top1=0.5))
     _, calls = swept(plan, has_begun=has_begun)
-    assert (sweep.RESTARTED in calls.last("tag")[1]) is has_begun
+    assert (sweep.RESTARTED in calls.tag.call_args.args[1]) is has_begun
 
 
 def test_names_of_trials_are_names_of_folders_and_their_paths_whole(tmp_path, monkeypatch):

@@ -96,8 +96,8 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     ]  # fmt: skip
     assert not result.published.is_complete
     assert not record.parent.run.is_complete
-    assert record.calls.last("results")[1] == {"vtab/pets_top1": 0.5, "vtab/tasks": 1.0}
-    note, text = record.calls.last("tag")
+    assert record.calls.results.call_args.args[1] == {"vtab/pets_top1": 0.5, "vtab/tasks": 1.0}
+    note, text = record.calls.tag.call_args.args
     assert note == "mlflow.note.content"
     assert text.startswith("Of 4 tasks, 1 have an accuracy; their mean is 50.00%\n\n")
     pets, absent = result.table[:2]

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,40 +15,23 @@ from vit_ray.experiments import study, sweep, trials, vtab
 from vit_ray.experiments.trials import OpenParent, Work
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import Following, RunResult
+from vit_ray.tracking.recorder import Recorder
 
 CLUSTER = ClusterShape(1, 8.0, 0.0, 0.0)
 
 
-class Calls:
-    """Stands for record and control of a run: every method notes its call."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Any, ...]] = []
-        self.stop: str | None = None
-        self.run_name, self.command = "", "vit-ray sweep"
-
-    def stop_reason(self) -> str | None:
-        return self.stop
-
-    def hint(self) -> str:
-        return "a link"
-
-    def __getattr__(self, method: str) -> Any:
-        return lambda *args: self.made.append((method, *args))
-
-    def kinds(self) -> list[str]:
-        return [args[0] for method, *args in self.made if method == "event"]
-
-    def last(self, method: str) -> tuple[Any, ...]:
-        return [call[1:] for call in self.made if call[0] == method][-1]
+def parent_of(recipe: Recipe | None = None, **parent_is: bool) -> tuple[OpenParent, Mock]:
+    """An open parent run without Ray or MLflow, and its record."""
+    recipe, record = recipe or recipe_with("parent"), Mock(spec=Recorder)
+    record.run_name, record.command = recipe.name, "vit-ray sweep"
+    record.stop_reason.return_value = record.run_id.return_value = None
+    run: Any = SimpleNamespace(record=record, is_complete=False)
+    return OpenParent(recipe, run, CLUSTER, resolved_run(), **parent_is), record
 
 
-def parent_of(recipe: Recipe | None = None, **parent_is: bool) -> tuple[OpenParent, Calls]:
-    """An open parent run without Ray or MLflow, and what is recorded there."""
-    recipe, calls = recipe or recipe_with("parent"), Calls()
-    calls.run_name = recipe.name
-    run: Any = SimpleNamespace(record=calls, is_complete=False)
-    return OpenParent(recipe, run, CLUSTER, resolved_run(), **parent_is), calls
+def kinds(record: Mock) -> list[str]:
+    """Of the recorded events."""
+    return [call.args[0] for call in record.event.call_args_list]
 
 
 def following_of(parent: OpenParent) -> Following:

@@ -450,7 +450,7 @@ def test_a_stop_ends_a_trial_between_its_trainings(monkeypatch):
     parent, calls = parent_of()
     with pytest.raises(RunStoppedError):
         train_child(following_of(parent), recipe, "study_cell", {})
-    calls.stop = "SIGTERM"
+    calls.stop_reason.return_value = "SIGTERM"
     in_process(monkeypatch, lambda recipe, **_: pytest.fail("it was started"))
     with pytest.raises(RunStoppedError):
         train_child(following_of(parent), recipe, "study_cell", {})

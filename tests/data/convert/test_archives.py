@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from tests.data.convert.archives import (
-    add,
     converted,
     example,
     labels_of,
@@ -109,26 +108,14 @@ def test_a_bad_header_byte_is_found(tmp_path, name, at):
         converted(tmp_path / "a.tar", tmp_path / "set")
 
 
-def test_a_mended_archive_is_indexed_anew(tmp_path):
-    root = write_files(tmp_path / "source", {"a.tar": SHARD[:9000], "b.tar": SHARD})
-    with pytest.raises(ValueError, match=r"1 files of the source are damaged: .*a.tar"):
-        converted(root, tmp_path / "set")
-    (root / "a.tar").write_bytes(SHARD)
-    assert len(converted(root, tmp_path / "set")) == 40
-
-
 REJECTED: dict[str, dict[str, bytes]] = {
-    "its label is empty": {"cls": b" \n"},
     "can't decode": {"cls": "caf\xe9".encode("latin-1")},
     "it needs one field for the label (label or": {"jpg.cls": b"a"},
     "its .json is not a JSON object": {"json": b"{broken"},
     "'list' object is not a mapping": {"json": b"[1]"},
-    "recursion": {"json": b"[" * 10**5},
     "limit": {"json": b'{"label":' + b"1" * 9999 + b"}"},
-    "of type float": {"json": b'{"label": 1.5}'},
     "of type int, str": {"json": b'{"label": ["a", 1]}'},
     "has a line break": {"cls": b"cat\ndog\n"},
-    "control character": {"cls": b"ca\x00t"},
     ".cls is not a plain file in the archive, or has more than": {"cls": b"x" * (1 << 21)},
     ".json is not a plain file in the archive, or has more than": {"json": b" " * (1 << 21)},
     "the sample needs one image, and has ['cls', 'jpg', 'png']": {"png": IMAGES[1], "cls": b"1"},
@@ -149,28 +136,18 @@ def test_one_bad_sample_is_one_rejected_row(tmp_path, reason):
     assert (key, reason in found) == ("a/x", True), found
 
 
-def test_a_name_that_is_not_utf8_is_one_rejected_row(tmp_path):
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
-        for name, content in [*FILES, ("caf\xe9.jpg", IMAGES[0]), ("caf\xe9.cls", b"1")]:
-            add(tar, name, content)
-    (tmp_path / "a.tar").write_bytes(sink.getvalue())
-    assert len(converted(tmp_path / "a.tar", tmp_path / "set")) == 20
-    assert rejections(tmp_path / "set") == {
-        "a/caf\\udce9": "its name or its label is not valid UTF-8"
-    }
-
-
-def test_links_and_sparse_members_are_rejected(tmp_path):
+def test_links_sparse_members_and_names_that_are_not_utf8_are_rejected(tmp_path):
     """A sparse label of 3 GiB takes 512 bytes on disk, and must take no more in memory."""
     link = tarfile.TarInfo("y.jpg")
     link.type, link.linkname = tarfile.SYMTYPE, "00.jpg"
     sparse = sparse_header("x.cls", 3 << 30) + b"1".ljust(512, b"\0")
+    latin = tarfile.TarInfo("caf\xe9.jpg").tobuf(tarfile.GNU_FORMAT, "latin-1")
     files = tar_of([("x.jpg", IMAGES[0]), *FILES])
-    (tmp_path / "a.tar").write_bytes(link.tobuf() + sparse + files)
-    assert len(converted(tmp_path / "a.tar", tmp_path / "set")) == 20
+    (tmp_path / "a.tar").write_bytes(link.tobuf() + latin + sparse + files)
+    rows = converted(tmp_path / "a.tar", tmp_path / "set", max_rejected_fraction=0.2)
+    assert len(rows) == 20
     reasons = rejections(tmp_path / "set")
-    assert set(reasons) == {"a/x", "a/y"}
+    assert set(reasons) == {"a/x", "a/y", "a/caf\\udce9"}
     assert "a link, a sparse or a special file" in reasons["a/y"]
     assert "not a plain file in the archive" in reasons["a/x"]
 

@@ -65,8 +65,10 @@ def labelled(
         ValueError: there is no label, or several fields may be the label; or the label has another
             type or is a one-hot list.
     """
-    names = [name for name, value in fields.items() if value is not None or name == label_field]
-    value = fields[chosen_field("label", label_field, LABEL_FIELDS, names, "it")]
+    if label_field not in fields:
+        names = [name for name, value in fields.items() if value is not None]
+        label_field = chosen_field("label", label_field, LABEL_FIELDS, names, "it")
+    value = fields[label_field]
     values = value if isinstance(value, list) else [value]
     if not values or None in values:
         raise ValueError("it has no label" if value in (None, []) else "a label is null")

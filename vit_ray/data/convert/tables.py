@@ -200,7 +200,10 @@ def jsonl_rows(unit: Unit) -> Iterator[Row]:
 
 
 def _json_row(row: Row, unit: Unit, line: str) -> Row:
-    return _list_row(row, unit, json_object(line))
+    fields, config = json_object(line), unit.config
+    names = [name for name, value in fields.items() if value is not None]
+    path = fields[chosen_field("image", config.image_field, _PATH_FIELDS, names, "it")]
+    return _list_row(row, unit, fields, path, config.label_field, "name")
 
 
 def _lines(unit: Unit) -> Iterator[str]:
@@ -246,7 +249,8 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
                 fields[label] = list(filter(str.strip, fields[label].split(";")))
             elif _BOXES.fullmatch(fields[label]):
                 fields[label] = re.findall(_CLASS, fields[label])
-            yield row_or_problem(Row(f"{unit.path}#{line}"), _list_row, unit, fields)
+            row_of_file = Row(f"{unit.path}#{line}")
+            yield row_or_problem(row_of_file, _list_row, unit, fields, fields[image], label, "text")
 
 
 def _records(
@@ -297,15 +301,19 @@ def _csv_problem(
     return None
 
 
-def _list_row(row: Row, unit: Unit, fields: dict[str, Any]) -> Row:
+def _list_row(
+    row: Row,
+    unit: Unit,
+    fields: dict[str, Any],
+    path: Any,
+    label_field: str | None,
+    text_kind: LabelKind,
+) -> Row:
     """The row of a record of a list; paths are below the list's folder unless absolute."""
-    config, names = unit.config, [name for name, value in fields.items() if value is not None]
-    path = fields[chosen_field("image", config.image_field, _PATH_FIELDS, names, "it")]
     if type(path) not in (str, int) or not str(path).strip():
         raise ValueError(f"its path is {path!r}, and must be a text or a number")
-    key = (config.image_pattern or "{}").replace("{}", str(path))
+    key = (unit.config.image_pattern or "{}").replace("{}", str(path))
     row = replace(row, key=key, path=key if key.startswith(_ABSOLUTE) else f"{unit.folder}/{key}")
     if key.startswith(("http://", "https://")):
         return replace(row, problem="it is a URL; download the images first, and list their paths")
-    text_kind: LabelKind = "text" if unit.format == "csv" else "name"
-    return row_or_problem(row, labelled, fields, config, config.label_field, text_kind)
+    return row_or_problem(row, labelled, fields, unit.config, label_field, text_kind)

@@ -31,11 +31,11 @@ from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_che
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.outcomes import LockLostError
 from vit_ray.storage import locate
+from vit_ray.training.collectives import read_by_first
 from vit_ray.training.training_state import fill_on_all_ranks
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (
-    agreed_checkpoint,
     gather_by_own_group,
     make_position,
     restore_newest,
@@ -209,11 +209,11 @@ def resume(rank: int, *folders: Path) -> list[tuple[Any, list[float], list[str]]
         engine: Any = Engine(rank)
         find = partial(checkpoint_to_resume, locate(str(folder)), warnings.append)
         try:
-            newest = agreed_checkpoint(find, CPU)
+            newest = read_by_first(find, CPU)
             if newest is not None:
                 newest = restore_newest(engine, newest, find, warnings.append)
             step = newest and newest.position.step
-        except UnrecoverableError as error:
+        except ValueError as error:
             step = str(error)
         found.append((step, engine.weight.tolist(), warnings))
     return found

@@ -85,11 +85,18 @@ def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:
         (MODEL, r"init_from: .*none' is not there"),
     ],
 )
-def test_a_host_that_lacks_the_users_module_or_weights_ends_the_run_at_once(tmp_path, model, told):
+def test_a_host_that_lacks_the_users_module_or_weights_ends_the_run_at_once(
+    tmp_path, monkeypatch, model, told
+):
     trust_modules("absent")
-    job = make_job(tmp_path, model=model, init_from=str(tmp_path / "none"))
+    job: Any = make_job(tmp_path, model=model, init_from=str(tmp_path / "none"))
+
+    def set_up(job: Any, *_: Any) -> Any:
+        return model_of(job, loads_weights=model is MODEL)
+
+    monkeypatch.setattr(worker, "set_up_attempt", set_up)
     with pytest.raises(UnrecoverableError, match=told) as caught:
-        model_of(job, loads_weights=model is MODEL)
+        worker.begin(job, RunLink(job.record, 0), *[job] * 2)
     assert not caught.value.is_agreed  # others may have it
 
 
@@ -106,7 +113,7 @@ def test_the_stream_starts_again_where_an_older_checkpoint_is_restored(tmp_path,
         return iter([samples_seen])
 
     for name, result in {
-        "agreed_checkpoint": newest, "chosen_micro_batch": 4, "all_max": [-2.0],
+        "read_by_first": newest, "chosen_micro_batch": 4, "all_max": [-2.0],
         "initial_model": None,
         "DeepSpeedEngine": FakeEngine(), "restore_newest": older,
         "gather_by_own_group": lambda part: [part],

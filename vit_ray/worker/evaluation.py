@@ -69,8 +69,8 @@ class Evaluator:
 
         Raises:
             EvaluationCutError: some rank was asked to stop, or wants a checkpoint at once.
-            UnrecoverableError: a batch does not fit into memory; or, in a run that only evaluates,
-                metrics cannot be computed.
+            UnrecoverableError: a batch does not fit into memory.
+            ValueError: in a run that only evaluates, metrics cannot be computed.
         """
         self._link.watchdog.expect_long_step()
         self._is_save_wanted = is_save_wanted
@@ -82,7 +82,7 @@ class Evaluator:
         except ValueError as error:
             # All ranks have the same results, so the same error; the training can continue.
             if self._job.kind == "evaluate":
-                raise UnrecoverableError(str(error)) from None
+                raise
             self._link.note(EventKind.EVALUATION_FAILED, str(error), step)
             return {}
         except RuntimeError as error:

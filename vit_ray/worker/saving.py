@@ -161,19 +161,6 @@ def make_position(job: TrainJob, engine: DeepSpeedEngine, progress: Progress) ->
     )
 
 
-def agreed_checkpoint(find: FindCheckpoint, device: torch.device) -> Checkpoint | None:
-    """The newest complete checkpoint, which rank 0 looks up; all ranks call this.
-
-    Raises:
-        UnrecoverableError: there are checkpoints, but none is complete, or storage does not answer.
-    """
-    try:
-        newest: Checkpoint | None = read_by_first(find, device)
-    except ValueError as error:
-        raise UnrecoverableError(str(error)) from None
-    return newest
-
-
 def restore_newest(
     engine: DeepSpeedEngine,
     newest: Checkpoint,
@@ -183,18 +170,18 @@ def restore_newest(
     """Restore the checkpoint, or an older one if a rank finds it damaged; all ranks call this.
 
     Args:
-        find: as for `agreed_checkpoint`; with `below`, only checkpoints before this step.
+        find: called on rank 0 with `below`: only checkpoints before this step.
         warn: called with the reason why a checkpoint is not used.
 
     Returns:
         The checkpoint that was restored.
 
     Raises:
-        UnrecoverableError: as `agreed_checkpoint`.
+        ValueError: no checkpoint can be used, or storage does not answer.
     """
     while damage := engine.state.restore(newest):
         warn(f"{damage}; passed over")
-        older = agreed_checkpoint(partial(find, below=newest.position.step), engine.device)
-        assert older is not None, "`agreed_checkpoint` raises an error instead"
+        older = read_by_first(partial(find, below=newest.position.step), engine.device)
+        assert isinstance(older, Checkpoint), "`find` raises an error instead"
         newest = older
     return newest

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.checkpoint import Checkpoint, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, shared_folder
 from vit_ray.outcomes import EventKind
@@ -30,7 +30,6 @@ from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import (
     CheckpointSaver,
-    agreed_checkpoint,
     gather_by_own_group,
     restore_newest,
 )
@@ -51,12 +50,26 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
     link.watchdog.start()
     try:
         with reported_failures(link):
-            if job.kind == "evaluate":
-                evaluate_alone(job, link, streams, device)
-            elif attempt := set_up_attempt(job, link, streams, device):
+            if attempt := begin(job, link, streams, device):
                 attempt.run()
     finally:
         link.watchdog.stop()
+
+
+def begin(job: TrainJob, link: RunLink, streams: Streams, device: torch.device) -> Attempt | None:
+    """Set up the training, or evaluate; None if nothing remains to train.
+
+    Raises:
+        UnrecoverableError: a ValueError, which a restart would meet again: there is no usable
+            checkpoint, or perhaps this host alone lacks a file or module of the user's.
+    """
+    try:
+        if job.kind == "train":
+            return set_up_attempt(job, link, streams, device)
+        evaluate_alone(job, link, streams, device)
+    except ValueError as error:
+        raise UnrecoverableError(str(error), is_agreed=False) from error
+    return None
 
 
 def training_device(use_gpu: bool) -> torch.device:
@@ -76,16 +89,17 @@ def training_device(use_gpu: bool) -> torch.device:
 def set_up_attempt(
     job: TrainJob, link: RunLink, streams: Streams, device: torch.device
 ) -> Attempt | None:
-    """Build this worker's parts; all ranks call it. None if an earlier attempt ended the run."""
+    """Build this worker's parts; all ranks call it. None if an earlier attempt ended the run.
+
+    Raises:
+        ValueError: as `shared_folder`, `checkpoint_to_resume` and `initial_model`.
+    """
     recipe, train, world_size = job.recipe, job.recipe.train, link.world_size
     damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
     with link.watchdog.paused():  # storage has other limits
-        try:
-            run_folder = shared_folder(recipe.run_folder, job.lock_number)
-        except ValueError as error:
-            raise UnrecoverableError(str(error), is_agreed=False) from None
+        run_folder = shared_folder(recipe.run_folder, job.lock_number)
         find = partial(checkpoint_to_resume, run_folder, damaged)
-        checkpoint = agreed_checkpoint(find, device)
+        checkpoint: Checkpoint | None = read_by_first(find, device)
     if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
         return None
     # Ranks with different GPUs must do the same number of passes: the smallest size of all ranks.
@@ -146,7 +160,7 @@ def evaluate_alone(job: TrainJob, link: RunLink, streams: Streams, device: torch
     """The work of a run that only evaluates.
 
     Raises:
-        UnrecoverableError: as `initial_model` and `Evaluator.evaluate`.
+        ValueError: as `initial_model` and `Evaluator.evaluate`.
     """
     model = initial_model(job, link, device, loads_weights=True)
     predictor = Predictor(model, job.recipe.train, device)
@@ -178,19 +192,16 @@ def initial_model(
         loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
 
     Raises:
-        UnrecoverableError: the weights do not fit the model, or do not exist.
+        ValueError: the weights do not fit the model, or do not exist, or a custom component.
         RuntimeError: this rank has read other weights than rank 0; the next attempt reads them
             again.
     """
     recipe = job.recipe
     torch.manual_seed(recipe.seed)
-    try:
-        model = build_objective(recipe, job.num_classes)
-        if recipe.init_from is None or not loads_weights:
-            return model
-        report = load_initial_weights(model, recipe.init_from, job.new_head)
-    except ValueError as error:  # perhaps this host does not have a file or module of the user's
-        raise UnrecoverableError(str(error), is_agreed=False) from None
+    model = build_objective(recipe, job.num_classes)
+    if recipe.init_from is None or not loads_weights:
+        return model
+    report = load_initial_weights(model, recipe.init_from, job.new_head)
     # The other run may still train, or a file may be damaged on one host.
     if read_by_first(lambda: report, device) != report:
         raise RuntimeError(f"the workers have read different weights; this one: {report}")

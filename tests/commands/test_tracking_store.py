@@ -24,7 +24,6 @@ from mlflow.tracking import MlflowClient
 from vit_ray.commands import tracking_store
 from vit_ray.commands.tracking_store import are_own_files, report, report_page
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments import write_page
 from vit_ray.experiments.trials import page_of
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
@@ -156,7 +155,7 @@ def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog
     assert page_of(parent, "0" * 32) is None
     assert "`vit-ray report` can write it" in caplog.text
     assert "hunter2" not in caplog.text
-    monkeypatch.setitem(sys.modules, write_page.__name__, None)  # a library of it is broken
+    monkeypatch.setitem(sys.modules, "vit_ray.report.page", None)  # a library of it is broken
     assert page_of(parent, "0" * 32) is None
 
 

@@ -17,8 +17,8 @@ from mkdocs.structure.files import File, Files
 from vit_ray import MODULES
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config.keys import KEYS, sections
 from vit_ray.config.loading import header_of, recipe_names, recipes_folder
+from vit_ray.config.recipe import KEYS, sections
 
 _ON_RESUME = (
     "*On resume* says whether a run may be resumed with another value of the key: at any time, "

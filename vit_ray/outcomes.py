@@ -16,6 +16,17 @@ from typing import Final
 BRANCH_NOTE: Final = "branched_from.txt"
 # Tag in MLflow with the same text, for reports.
 BRANCH_TAG: Final = "vit_ray.branched_from"
+# Tag with the parameters, as JSON, that have changed since the run was created.
+CHANGED_PARAMS: Final = "vit_ray.changed_params"
+PARENT_TAG: Final = "mlflow.parentRunId"
+# What the run is, such as `sweep` or `finetune`.
+KIND: Final = "vit_ray.kind"
+# The folder of the run's checkpoints: two outputs may have runs of one name.
+RUN_FOLDER: Final = "vit_ray.run_folder"
+# The run whose weights were its initial weights.
+INIT_RUN: Final = "vit_ray.init_run"
+# Equal for runs that differ only in the seed.
+GROUP: Final = "vit_ray.group"
 # Heartbeats per second of a large group; each takes 1.4 ms of CPU in the recorder's process.
 _BEATS_AT_A_TIME: Final = 128
 

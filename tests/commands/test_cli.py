@@ -21,7 +21,7 @@ from vit_ray.commands import cli, trainings
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trainings import print_metrics, print_result, print_sweep
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import KEYS, keys_below
+from vit_ray.config.recipe import KEYS, keys_below
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome

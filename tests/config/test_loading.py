@@ -12,9 +12,8 @@ from mlflow.utils.validation import _validate_tag
 from ray._private.label_utils import validate_label_selector
 
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import KEYS
 from vit_ray.config.loading import parse_yaml, write_yaml
-from vit_ray.config.recipe import PLACES, recipe_from_dict
+from vit_ray.config.recipe import KEYS, PLACES, recipe_from_dict
 from vit_ray.config.schema import _ALIASES, keys_of
 from vit_ray.config.training_sections import OptimConfig, is_due
 from vit_ray.launch.resolved_run import check_batch

@@ -8,11 +8,11 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.experiments.trials import open_parent
 from vit_ray.launch import connection
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run_record import run_facts
+from vit_ray.outcomes import RUN_FOLDER
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 

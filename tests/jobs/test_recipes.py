@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.plan import describe_sweep, describe_training, plan_study, planned_runs
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import is_trained
+from vit_ray.config.recipe import is_trained
 from vit_ray.data.boxes import evaluation_augmentation, training_augmentation
 from vit_ray.data.randaugment import RandAugment
 from vit_ray.experiments.study_cells import Cell, study_cells, task_recipe

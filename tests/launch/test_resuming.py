@@ -21,7 +21,7 @@ from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe
-from vit_ray.config.keys import KEYS, keys_below, on_resume
+from vit_ray.config.recipe import KEYS, keys_below, on_resume
 from vit_ray.config.schema import OnResume
 from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run, where_it_lies
 from vit_ray.lock import hold_lock, this_process

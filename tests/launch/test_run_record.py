@@ -15,12 +15,7 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import (
-    PARENT_TAG,
-    RUN_FOLDER,
-    incompatible_changes,
-    recorded_before,
-)
+from vit_ray.config.recipe import incompatible_changes
 from vit_ray.launch import run_record as module
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run_record import (
@@ -33,7 +28,7 @@ from vit_ray.launch.run_record import (
     run_facts,
     trained_params,
 )
-from vit_ray.outcomes import RunStoppedError
+from vit_ray.outcomes import PARENT_TAG, RUN_FOLDER, RunStoppedError
 from vit_ray.tracking import metrics_log
 from vit_ray.tracking.metrics_log import RunOpening, Status, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
@@ -47,8 +42,7 @@ COST = {"study/exaflops": 0.5}
 @pytest.mark.parametrize("name", ["digits", "digits_sweep", "finetune/cifar10"])
 def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     recipe = load_recipe(name)
-    tags = run_facts(recipe, "study_cell", resolved_run(), CLUSTER, "typed")
-    before = recorded_before(trained_params(recipe), tags)
+    before = trained_params(recipe)
     assert incompatible_changes(before, recipe.flat()) == []
     other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
     changed = {change.key for change in incompatible_changes(before, other.flat())}

@@ -26,8 +26,7 @@ from tests.training.engine_runs import build_engine
 from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe
-from vit_ray.config.keys import used_sections
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict, used_sections
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.order import Partition

@@ -22,7 +22,6 @@ from mlflow import MlflowClient
 from tests.tracking.tracked import NOWHERE, Here, history, recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
-from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.connection import ClusterShape
@@ -34,7 +33,7 @@ from vit_ray.launch.run_record import (
     run_facts,
     trained_params,
 )
-from vit_ray.outcomes import EventKind, RunFailedError, WorkerPlace
+from vit_ray.outcomes import RUN_FOLDER, EventKind, RunFailedError, WorkerPlace
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import load_runs
 from vit_ray.tracking import metrics_log, mlflow_run, run_records, tracker

@@ -21,8 +21,7 @@ from tests.tracking.tracked import (
     run_of,
     started,
 )
-from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import PARENT_TAG, RUN_FOLDER, EventKind
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
 from vit_ray.tracking.mlflow_run import RunWriter

@@ -26,8 +26,8 @@ import click
 from vit_ray.addresses import redact
 from vit_ray.commands.job_list import COMMANDS, Command, check_inputs, check_outputs, check_values
 from vit_ray.config import load_recipe
-from vit_ray.config.keys import keys_below, known_key, sections
 from vit_ray.config.loading import completed, header_of, recipe_names, recipes_folder, write_yaml
+from vit_ray.config.recipe import keys_below, known_key, sections
 from vit_ray.outcomes import RunStoppedError
 from vit_ray.own_parts import trust_modules
 

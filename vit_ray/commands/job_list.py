@@ -20,7 +20,7 @@ from vit_ray.addresses import (
     with_home,
 )
 from vit_ray.config import Recipe
-from vit_ray.config.keys import keys_below
+from vit_ray.config.recipe import keys_below
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own

@@ -21,9 +21,8 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
-from vit_ray.config.keys import Change, on_resume
 from vit_ray.config.loading import changed, write_yaml
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recipe import Change, on_resume, recipe_from_dict
 from vit_ray.config.schema import OnResume
 from vit_ray.evaluation.examples import sheet
 from vit_ray.launch.dataset import batches_of, read_batch

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from vit_ray.addresses import absolute_uri, local_folder, sqlite_file
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.config.loading import mlflow_variables
 from vit_ray.config.schema import validated
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.outcomes import KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.tracking.store_requests import redact_uri, safe_uri
 from vit_ray.tracking.tracker import replay
 

@@ -13,7 +13,7 @@ from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.init_weights import SCHEME, open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
-from vit_ray.config.keys import KIND, used_sections
+from vit_ray.config.recipe import used_sections
 from vit_ray.config.schema import errors_of
 from vit_ray.data.boxes import Augmentation, evaluation_augmentation
 from vit_ray.data.crops import crop_of
@@ -23,6 +23,7 @@ from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
 from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
 from vit_ray.models.weights import save_weights
+from vit_ray.outcomes import KIND
 from vit_ray.storage import Location, absolute, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker

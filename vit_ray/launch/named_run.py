@@ -19,21 +19,22 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import (
+from vit_ray.config.loading import changed, mlflow_variables
+from vit_ray.config.recipe import (
     DATA_SET,
     EVALUATED_SETS,
     LENGTH,
-    RUN_FOLDER,
     Change,
     incompatible_changes,
+    leaves,
     on_resume,
+    recipe_from_dict,
 )
-from vit_ray.config.loading import changed, mlflow_variables
-from vit_ray.config.recipe import leaves, recipe_from_dict
 from vit_ray.config.schema import NAME, OnResume, validated
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
+from vit_ray.outcomes import RUN_FOLDER
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.store_requests import safe_uri
 from vit_ray.training.steps import lr_at

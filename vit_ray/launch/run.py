@@ -20,7 +20,7 @@ from vit_ray.checkpoints.run_checkpoints import (
     result_checkpoint,
 )
 from vit_ray.config import Recipe, require
-from vit_ray.config.keys import INIT_RUN, used_sections
+from vit_ray.config.recipe import used_sections
 from vit_ray.data.shards import all_first_labels
 from vit_ray.data.tasks import ANSWER_S, repeated
 from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
@@ -40,7 +40,14 @@ from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.launch.workers import run_workers
 from vit_ray.lock import hold_lock
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1, with_best
-from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind, RunFailedError, RunStoppedError
+from vit_ray.outcomes import (
+    BRANCH_NOTE,
+    BRANCH_TAG,
+    INIT_RUN,
+    EventKind,
+    RunFailedError,
+    RunStoppedError,
+)
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 from vit_ray.tracking.recorder import FIRST_ANSWER_S
 from vit_ray.worker.job import TrainJob

@@ -24,14 +24,8 @@ from joblib import cpu_count
 
 from vit_ray.addresses import absolute_uri, redact, redacted
 from vit_ray.config import Recipe
-from vit_ray.config.keys import (
-    EVALUATED_SETS,
-    GROUP,
-    KIND,
-    RUN_FOLDER,
-    is_trained,
-)
 from vit_ray.config.loading import write_yaml
+from vit_ray.config.recipe import EVALUATED_SETS, is_trained
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.resolved_run import ResolvedRun
 from vit_ray.metric_names import (
@@ -41,7 +35,7 @@ from vit_ray.metric_names import (
     STUDY_STEPS,
     STUDY_TRAIN_IMAGES,
 )
-from vit_ray.outcomes import RunStoppedError
+from vit_ray.outcomes import GROUP, KIND, RUN_FOLDER, RunStoppedError
 from vit_ray.tracking.metrics_log import (
     FAILURE,
     MetricsLog,

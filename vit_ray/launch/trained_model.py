@@ -27,9 +27,8 @@ from vit_ray.checkpoints.init_weights import (
     published_use,
 )
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import changed
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict, used_sections
 from vit_ray.config.schema import errors_of
 from vit_ray.data.boxes import evaluation_augmentation
 from vit_ray.data.crops import crop_of

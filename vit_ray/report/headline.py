@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from vit_ray.config.keys import is_trained
+from vit_ray.config.recipe import is_trained
 from vit_ray.metric_names import COST_GPU_HOURS
 from vit_ray.report.figures import means_of
 from vit_ray.report.runs import TRAININGS

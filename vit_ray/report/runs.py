@@ -16,7 +16,6 @@ from mlflow.tracking import MlflowClient
 
 from vit_ray import outcomes
 from vit_ray.addresses import require_store
-from vit_ray.config.keys import GROUP, INIT_RUN, PARENT_TAG, recorded_before
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
     DEV_TOP1,
@@ -30,6 +29,7 @@ from vit_ray.metric_names import (
     few_shot_top1,
     with_best,
 )
+from vit_ray.outcomes import CHANGED_PARAMS, GROUP, INIT_RUN, PARENT_TAG
 from vit_ray.paper import model_family
 
 # Kinds of runs that train; runs of other programs have no kind.
@@ -90,8 +90,10 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
 def _facts(run: Run) -> dict[str, Any]:
     tags, params = run.data.tags, run.data.params
     metrics = with_best({k: v for k, v in run.data.metrics.items() if is_finite(v)})
-    recorded = recorded_before(params, tags)
-    recipe = {key: text for key, text in recorded.items() if text != "None"}
+    changed = {}
+    with contextlib.suppress(json.JSONDecodeError):  # MLflow limits the length of a tag
+        changed = json.loads(tags.get(CHANGED_PARAMS, "{}"))  # by a restart
+    recipe = {key: text for key, text in {**params, **changed}.items() if text != "None"}
     model = params.get("model.name", "")
     name, status = str(run.info.run_name), _STATUS[run.info.status]
     sets = _data_sets(run)

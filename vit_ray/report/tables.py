@@ -11,7 +11,7 @@ from typing import Any, Final
 import pandas as pd
 
 from vit_ray import paper
-from vit_ray.config.keys import EVALUATED_SETS, is_trained
+from vit_ray.config.recipe import EVALUATED_SETS, is_trained
 from vit_ray.metric_names import (
     TRANSFER_GROUP,
     TRANSFER_MEAN_TOP1,

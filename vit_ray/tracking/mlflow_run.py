@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S
 from vit_ray.mlflow_internals import latest_points
+from vit_ray.outcomes import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.tracking.metrics_log import (
     FAILURE,
     MAX_METRICS,

@@ -114,14 +114,19 @@ def units_of(config: ConvertConfig) -> list[Unit]:
     """
     source, matches = config.source, matching(config.source)
     folders = [locate(path) for path, is_folder in matches.items() if is_folder]
-    if not folders:
-        units = _units_of_files(config, list(matches))
-    elif len(folders) < len(matches):
+    files = [path for path, is_folder in matches.items() if not is_folder]
+    if folders and files:
         raise ValueError(f"convert.source={source!r} matches files and folders; match one of them")
-    elif len(folders) == 1 and (folders == [locate(source)] or not loose_images(folders[0])):
-        units = _units_of_folder(config, folders[0])
+    is_root = len(folders) == 1 and (folders == [locate(source)] or not loose_images(folders[0]))
+    root = folders[0] if is_root else _folder_of(list(matches))
+    if is_root:
+        files = _files_in(root, config)
+        folders = [] if files else [root.child(name) for name in folders_in(root)]
+    if files:
+        is_list = not is_root and not GLOB.search(source)
+        units = _units_of_files(config, files, root, is_list=is_list)
     else:
-        units = _units_of_classes(config, folders, [], _folder_of(list(matches)))
+        units = _units_of_classes(config, folders, [root] * is_root, root)
     for key, formats in _FORMATS_WITH.items():
         if (value := getattr(config, key)) and units[0].format not in formats:
             raise ValueError(
@@ -131,51 +136,49 @@ def units_of(config: ConvertConfig) -> list[Unit]:
     return units
 
 
-def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
-    format = _format_of(location, config) if config.format == "auto" else config.format
-    if format == "folder":
-        folders = [location.child(name) for name in folders_in(location)]
-        return _units_of_classes(config, folders, [location], location)
-    infos = location.list_files(recursive=format not in LISTS)
-    names = [relative(info.path, location.path) for info in infos]
-    names = [name for name in names if _kind_of(name) == format and not is_hidden(name)]
-    if not names:
+def _files_in(folder: Location, config: ConvertConfig) -> list[str]:
+    """The files of a folder that have its format; none if it is a folder of class folders.
+
+    Raises:
+        ValueError: the folder has no files of the chosen format, or a list next to class folders.
+    """
+    kinds: set[str] = {config.format}
+    if config.format == "auto":
+        kinds = _kinds_in(folder) & _SUFFIXES.keys() or {_format_below(folder)}
+        with_images = (n for n in folders_in(folder) if loose_images(folder.child(n)))
+        classes = list(islice(with_images, 2)) if kinds.intersection(LISTS) else []
+        if len(classes) > 1:
+            raise ValueError(
+                f"convert.source={config.source!r} has a list ({', '.join(kinds)}) next to folders "
+                f"of images ({', '.join(classes)}); set convert.format to that of the list, or "
+                "convert.format=folder"
+            )
+    if not kinds & _SUFFIXES.keys():
+        return []
+    infos = folder.list_files(recursive=not kinds.intersection(LISTS))
+    names = [relative(info.path, folder.path) for info in infos]
+    files = [folder.child(n).uri for n in names if _kind_of(n) in kinds and not is_hidden(n)]
+    if not files:
         raise ValueError(
-            f"convert.source={config.source!r} has no files of the format {format!r}; expected "
-            f"{location.uri}/*.{_SUFFIXES[format]}"
+            f"convert.source={config.source!r} has no files of the format {config.format!r}; "
+            f"expected {folder.uri}/*.{_SUFFIXES[config.format]}"
         )
-    units = _units_of_files(config, [location.child(name).uri for name in names], location)
-    # A hub repository may have several data sets, each in its own folder.
-    parts_of = (unit.name.split("/")[:-1] for unit in units)
-    sets = {"/".join(p for p in parts if p != "data" and not named_split(p)) for parts in parts_of}
-    if len(sets) > 1:
-        raise ValueError(
-            f"convert.source={config.source!r} has several folders of data: "
-            f"{', '.join(sorted(name or '.' for name in sets))}; give one of them as "
-            "convert.source, or a glob of the files"
-        )
-    return units
+    return files
 
 
 def _units_of_files(
-    config: ConvertConfig, files: list[str], folder: Location | None = None
+    config: ConvertConfig, files: list[str], root: Location, *, is_list: bool
 ) -> list[Unit]:
     """Units for files of one format, in the chosen split.
 
     Args:
-        folder: that contains the files; None if they were named one by one, or by a glob.
+        root: a folder that contains the files.
+        is_list: the user names the files one by one, so that some may be missing.
+
+    Raises:
+        ValueError: the files are of several formats or splits or data sets, or some are missing.
     """
     kinds = {config.format} if config.format != "auto" else set(map(_kind_of, files))
-    format, root = _one_format(kinds, config), folder or _folder_of(files)
-    # By the path below `root`: the folders above it tell nothing about single files.
-    splits = {path: split_of(relative(path, root.uri)) for path in sorted(files)}
-    chosen = choose_split(splits, config.split, config.source)
-    if folder or GLOB.search(config.source):
-        check_complete(chosen, config.source)
-    return [Unit(format, path, root.uri, config) for path in chosen]
-
-
-def _one_format(kinds: set[str], config: ConvertConfig) -> str:
     if len(kinds) > 1 or not kinds <= _SUFFIXES.keys():
         raise ValueError(
             f"convert.source={config.source!r} has files of the formats "
@@ -183,28 +186,24 @@ def _one_format(kinds: set[str], config: ConvertConfig) -> str:
             "convert.format, or by a glob such as *.tar; unpack other archives first, and give "
             "images as a folder of class folders"
         )
-    return next(iter(kinds))
-
-
-def _format_of(folder: Location, config: ConvertConfig) -> str:
-    """The format of a folder by its files, else by those in folders below it.
-
-    Raises:
-        ValueError: the folder has files of several formats, or a list next to class folders.
-    """
-    kinds = _kinds_in(folder) & _SUFFIXES.keys()
-    if not kinds:
-        return _format_below(folder) or "folder"
-    format = _one_format(kinds, config)
-    if format in LISTS:
-        with_images = (n for n in folders_in(folder) if loose_images(folder.child(n)))
-        if len(classes := list(islice(with_images, 2))) > 1:
-            raise ValueError(
-                f"convert.source={config.source!r} has a list ({format}) next to folders of "
-                f"images ({', '.join(classes)}); set convert.format={format} or "
-                "convert.format=folder"
-            )
-    return format
+    # By the path below `root`: the folders above it tell nothing about single files.
+    splits = {path: split_of(relative(path, root.uri)) for path in sorted(files)}
+    units = [
+        Unit(*kinds, path, root.uri, config)
+        for path in choose_split(splits, config.split, config.source)
+    ]
+    # A hub repository may have several data sets, each in its own folder.
+    parts_of = (unit.name.split("/")[:-1] for unit in units)
+    sets = {"/".join(p for p in parts if p != "data" and not named_split(p)) for parts in parts_of}
+    if len(sets) > 1 and root == locate(config.source):
+        raise ValueError(
+            f"convert.source={config.source!r} has several folders of data: "
+            f"{', '.join(sorted(name or '.' for name in sets))}; give one of them as "
+            "convert.source, or a glob of the files"
+        )
+    if not is_list:
+        check_complete([unit.path for unit in units], config.source)
+    return units
 
 
 def _format_below(folder: Location, depth: int = _MAX_DEPTH) -> str:

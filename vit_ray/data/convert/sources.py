@@ -188,10 +188,8 @@ def _units_of_files(
         )
     # By the path below `root`: the folders above it tell nothing about single files.
     splits = {path: split_of(relative(path, root.uri)) for path in sorted(files)}
-    units = [
-        Unit(*kinds, path, root.uri, config)
-        for path in choose_split(splits, config.split, config.source)
-    ]
+    chosen, (format,) = choose_split(splits, config.split, config.source), kinds
+    units = [Unit(format, path, root.uri, config) for path in chosen]
     # A hub repository may have several data sets, each in its own folder.
     parts_of = (unit.name.split("/")[:-1] for unit in units)
     sets = {"/".join(p for p in parts if p != "data" and not named_split(p)) for parts in parts_of}
@@ -202,7 +200,7 @@ def _units_of_files(
             "convert.source, or a glob of the files"
         )
     if not is_list:
-        check_complete([unit.path for unit in units], config.source)
+        check_complete(chosen, config.source)
     return units
 
 

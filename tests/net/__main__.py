@@ -47,7 +47,7 @@ def record(folder: Path, parts: list[str]) -> None:
 
 def compare(first: Path, second: Path, parts: list[str]) -> int:
     """Print the differences that are not intended; 1 if there are any."""
-    found, notes = [], []
+    found, notes = list[str](), list[str]()
     for part in parts:
         files = [folder / f"{part}.json" for folder in (first, second)]
         if absent := [str(file) for file in files if not file.is_file()]:

@@ -220,7 +220,9 @@ KEYS: Final = [
     for key in keys_of(Recipe)
     if section_type(key.field.annotation) is None or is_list(key.field.annotation)
 ]
-_MARKS: Final = {DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in KEYS}}
+_MARKS: Final[dict[str, OnResume | None]] = {
+    DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in KEYS},
+}  # fmt: skip
 # Keys that decide what is measured, not the weights; the same set may have moved.
 EVALUATED_SETS: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.EVALUATED)
 LENGTH: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.LENGTH)

@@ -90,7 +90,7 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
 def _facts(run: Run) -> dict[str, Any]:
     tags, params = run.data.tags, run.data.params
     metrics = with_best({k: v for k, v in run.data.metrics.items() if is_finite(v)})
-    changed = {}
+    changed: dict[str, str] = {}
     with contextlib.suppress(json.JSONDecodeError):  # MLflow limits the length of a tag
         changed = json.loads(tags.get(CHANGED_PARAMS, "{}"))  # by a restart
     recipe = {key: text for key, text in {**params, **changed}.items() if text != "None"}

@@ -90,7 +90,7 @@ def run_verify(recipe: Recipe) -> int:
     check_shared(connect(recipe), [("verify.path", config.path)])
     report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_MAX_PRINTED]:
-        print(f"{f'{problem.file} {problem.key}'.strip()}: {problem.what}")
+        print(problem)
     if len(report.problems) > _MAX_PRINTED:
         print(f"... and {len(report.problems) - _MAX_PRINTED} more")
     advice = "restore these files from a copy, or convert again"

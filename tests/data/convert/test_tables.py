@@ -332,7 +332,7 @@ def test_a_file_that_changed_is_seen_when_it_is_opened(source, tmp_path):
     with pytest.raises(ValueError, match=r"00000-of-00002.parquet has changed since the data set"):
         RowGroupReader(manifest).read(0)
     RowGroupReader(manifest).read(4)  # of the other file
-    assert "has changed since" in check_file(0, manifest, 0.0).problems[0].what
+    assert "has changed since" in check_file(0, manifest, 0.0).problems[0]
 
 
 def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
@@ -366,7 +366,8 @@ def test_an_image_that_changed_is_seen_though_its_file_has_the_same_length_and_t
     assert rows.image(2) == PICTURES[2]
     with pytest.raises(ValueError, match="checksum differs"):
         rows.image(3)
-    assert [p.key for p in check_file(0, manifest, 0.0).problems] == [rows.key(3)]
+    (problem,) = check_file(0, manifest, 0.0).problems
+    assert rows.key(3) in problem
 
 
 @pytest.mark.parametrize("is_in_place", [False, True])

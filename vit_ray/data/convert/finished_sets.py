@@ -57,23 +57,17 @@ _ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
 _MIN_DEVIATION: Final = 4.0
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A problem of a file; `key` is set if it is about one image."""
-
-    file: str
-    what: str
-    key: str = ""
-
-
 @dataclass
 class VerifyReport:
-    """What was checked in a file or a data set, and the problems."""
+    """What was checked in a file or a data set.
+
+    Each of `problems` begins with the name of a file, and the key of an image if it is about one.
+    """
 
     num_files: int = 0
     num_images: int = 0
     num_decoded: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
@@ -100,13 +94,13 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
     entry, report = manifest.files[file_index], VerifyReport(num_files=1)
     location, reader = manifest.file_location(file_index), RowGroupReader(manifest)
     if problem := problem_of_shard(location, entry):
-        report.problems.append(Problem(entry.path, f"it cannot be opened: {problem}"))
+        report.problems.append(f"{entry.path}: it cannot be opened: {problem}")
         return report
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         try:
             rows = reader.read(group)
         except ValueError as error:
-            report.problems.append(Problem(entry.path, str(error)))
+            report.problems.append(f"{entry.path}: {error}")
             continue
         for row in manifest.stored_rows(group).tolist():
             is_decoded = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
@@ -117,9 +111,9 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
                 if is_decoded:
                     _check_image(image)
             except ValueError as error:
-                report.problems.append(Problem(entry.path, str(error), rows.key(row)))
+                report.problems.append(f"{entry.path} {rows.key(row)}: {error}")
     if not report.problems and (problem := problem_of_shard(location, entry, is_read=True)):
-        report.problems.append(Problem(entry.path, problem))
+        report.problems.append(f"{entry.path}: {problem}")
     return report
 
 

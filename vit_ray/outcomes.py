@@ -1,4 +1,4 @@
-"""Start, events and end of a run or trial, as values that processes exchange.
+"""Start, events, end and tags of a run or trial, as values that processes exchange.
 
 Decisions depend on these values; their texts are for users. MLflow's tags and the files on disk
 contain the values of the enums and the origins of branches, so these must not change.

@@ -48,7 +48,7 @@ def _check_machine(recipe: Recipe, cluster: ClusterShape, *, use_gpu: bool) -> N
     workers, size, cpus = recipe.workers, recipe.group_sizes[0], recipe.workers.cpus_per_worker
     for section in ("workers", "data"):
         selector = getattr(recipe, section).label_selector
-        if not cluster.matching(selector).num_cpus:
+        if selector and not cluster.matching(selector).num_cpus:
             raise ValueError(
                 f"{section}.label_selector={json.dumps(dict(selector))}: this machine, on which "
                 "the command has started Ray, has no such labels; set RAY_ADDRESS to a cluster "

@@ -188,11 +188,10 @@ class Manifest:
     def samples_at(self, groups: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Numbers of the samples at some rows of row groups; dropped rows do not count."""
         samples = self.first_samples[groups] + rows
-        if self.whole is not None:
-            is_cut = self.rows[groups] < self.whole.rows[groups]
-            for group in np.unique(groups[is_cut]).tolist():
-                in_group = groups == group
-                samples[in_group] = self.samples_of(group)[rows[in_group]]
+        is_cut = self.rows[groups] < (self.whole or self).rows[groups]
+        for group in np.unique(groups[is_cut]).tolist():
+            in_group = groups == group
+            samples[in_group] = self.samples_of(group)[rows[in_group]]
         return samples
 
     def places(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -290,7 +289,7 @@ def _parse(path: str, content: bytes) -> Manifest:
         if header["fingerprint"] != _fingerprint(header, table, dropped):
             raise ValueError("its fingerprint differs from its content")
         return Manifest(
-            *(table[name].to_numpy() for name in _ARRAYS),
+            **{name: table[name].to_numpy() for name in _ARRAYS},
             files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
             classes=header["classes"],
             max_labels=header["max_labels"],

@@ -60,8 +60,8 @@ def difference(image: bytes, writer: Libjpeg) -> str | None:
     for scale in (1, 2, 4, 8):
         if not _are_equal(decode_jpeg(image, scale), decode_jpeg(found.content, scale)):
             return f"OpenCV at 1/{scale}"
-    part = crop_file(found.content, found.index, found.size, (0, 0, *found.size))
-    if not _are_equal(decode_jpeg(image), decode_jpeg(part.image)):
+    part, *_ = crop_file(found.content, found.index, found.size, (0, 0, *found.size))
+    if not _are_equal(decode_jpeg(image), decode_jpeg(part)):
         return "its restart index"
     return ""
 

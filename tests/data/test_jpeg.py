@@ -106,12 +106,12 @@ def rewritten(request: pytest.FixtureRequest, writer: Libjpeg) -> dict[str, Stor
 
 
 def assert_equal_crop(file: StoredImage, name: str, box: Box) -> None:
-    crop = crop_file(file.content, file.index, file.size, box)
+    crop, crop_top, crop_left = crop_file(file.content, file.index, file.size, box)
     top, left, bottom, right = box
-    rows = slice(top - crop.top, bottom - crop.top)
-    columns = slice(left - crop.left, right - crop.left)
+    rows = slice(top - crop_top, bottom - crop_top)
+    columns = slice(left - crop_left, right - crop_left)
     for decoded_by, whole in zip((by_opencv, by_pillow), DECODED[name], strict=True):
-        part = decoded_by(crop.image)[rows, columns]
+        part = decoded_by(crop)[rows, columns]
         np.testing.assert_array_equal(part, whole[top:bottom, left:right])
 
 

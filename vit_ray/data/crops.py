@@ -175,10 +175,10 @@ def _jpeg_region(
     if (top, left) == (0, 0) and bottom >= height and right >= width:
         return image.content, bounds
     needed = top, left, min(bottom, height), min(right, width)
-    part = crop_file(image.content, image.index, image.size, needed)
-    above, before = part.top // scale, part.left // scale
+    part, part_top, part_left = crop_file(image.content, image.index, image.size, needed)
+    above, before = part_top // scale, part_left // scale
     top, left, bottom, right = bounds
-    return part.image, (top - above, left - before, bottom - above, right - before)
+    return part, (top - above, left - before, bottom - above, right - before)
 
 
 def _within_border(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:

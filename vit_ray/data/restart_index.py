@@ -113,22 +113,16 @@ class IndexColumn:
         return index
 
 
-@dataclass(frozen=True, eq=False)
-class CropFile:
-    """A JPEG file of a part of an image, and the pixel of the image at which the part begins."""
-
-    image: UInt8Array
-    top: int
-    left: int
-
-
 def crop_file(
     content: bytes | memoryview, index: RestartIndex, size: tuple[int, int], box: Box
-) -> CropFile:
+) -> tuple[UInt8Array, int, int]:
     """The smallest JPEG file that contains a rectangle of the image.
 
     Args:
         size: height and width of the image in pixels.
+
+    Returns:
+        The file, and the row and the column of the image's pixels at which it begins.
     """
     top, left, bottom, right = box
     segment_width = -(-size[1] // (index.columns * index.unit_width)) * index.unit_width
@@ -157,7 +151,7 @@ def crop_file(
     coded[-1] = END[1]
     size_at = index.front + index.size_at - index.tables_at
     coded[size_at : size_at + 4] = height.to_bytes(2) + width.to_bytes(2)
-    return CropFile(data, first_row * index.unit_height, first * segment_width)
+    return data, first_row * index.unit_height, first * segment_width
 
 
 def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:

@@ -360,7 +360,7 @@ def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path):
         ("clevr-count", {"label": [1]}, r"features \['image', 'label'\]: KeyError 'objects/size'"),
         ("clevr-count", {"objects/size": [1] * 11}, "is 8, not one of 0 to 7"),
         ("kitti-dist", {"objects/type": [1], "objects/location": []}, "shorter|longer"),
-        ("snorb-azim", {"label_azimuth": b"three"}, "TypeError"),
+        ("snorb-azim", {"label_azimuth": b"three"}, "invalid literal for int"),
     ],
 )
 def test_an_image_without_what_its_label_is_made_of_is_rejected(task, features, problem, tmp_path):

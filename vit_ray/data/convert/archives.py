@@ -311,7 +311,7 @@ def masked_crc32c(content: bytes) -> int:
 
 def _closest_object(features: Features) -> int:
     depths = features["objects/pixel_coords"][2::3]
-    return bisect_left(_CLEVR_DISTANCES, min(depths, default=-1.0)) - 1
+    return bisect_left(_CLEVR_DISTANCES, min(depths)) - 1
 
 
 def _closest_vehicle(features: Features) -> int:
@@ -321,22 +321,16 @@ def _closest_vehicle(features: Features) -> int:
     return bisect_left(_KITTI_DISTANCES_M, min([*vehicles, _NO_VEHICLE_M])) - 1
 
 
-def _grouped(name: str, count: int, num_classes: int, features: Features) -> int:
-    """The class of a feature with values 0 to `count` - 1, in groups of equal size."""
-    (value,) = features[name]
-    return int(value * num_classes // count)
-
-
 # By names in Table 9 of the paper: the number of classes, which are named by their numbers, and the
 # label of an image from its features.
 VTAB_LABELS: Final[dict[str, tuple[int, Callable[[Features], int]]]] = {
     "clevr-count": (8, lambda features: len(features["objects/size"]) - _MIN_OBJECTS),
     "clevr-dist": (6, _closest_object),
-    "dspr-loc": (16, partial(_grouped, "label_x_position", 32, 16)),
-    "dspr-ori": (16, partial(_grouped, "label_orientation", 40, 16)),
+    "dspr-loc": (16, lambda features: int(features["label_x_position"][0]) * 16 // 32),
+    "dspr-ori": (16, lambda features: int(features["label_orientation"][0]) * 16 // 40),
     "kitti-dist": (4, _closest_vehicle),
-    "snorb-azim": (18, partial(_grouped, "label_azimuth", 18, 18)),
-    "snorb-elev": (9, partial(_grouped, "label_elevation", 9, 9)),
+    "snorb-azim": (18, lambda features: int(features["label_azimuth"][0])),
+    "snorb-elev": (9, lambda features: int(features["label_elevation"][0])),
 }
 # Tasks whose images have pixels 0 and 1; they are stored with 0 and 255.
 _BINARY: Final = ("dspr-loc", "dspr-ori")
@@ -347,7 +341,7 @@ def vtab_label(task: str, features: Features) -> int:
     num_classes, computed = VTAB_LABELS[task]
     try:
         label = computed(features)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         raise ValueError(
             f"its label of {task} cannot be computed of its features {sorted(features)[:20]}: "
             f"{type(error).__name__} {error}"

@@ -128,14 +128,14 @@ def _decoded(
     minimum = _MIN_SHRINK_EXACT if augmentation.is_exact else _MIN_SHRINK
     scale = next(scale for scale in (8, 4, 2, 1) if minimum[scale] <= min(shrinks) or scale == 1)
     needed = _with_margin(image, box, augmentation, scale) if augmentation.is_exact else box
-    region = None if augmentation.border else _jpeg_region(image, needed, scale)
+    bounds = needed.bounds(image.size, scale)
+    region = None if augmentation.border else _jpeg_region(image, bounds, scale)
     if region is not None:
         content, (top, left, bottom, right) = region
         if (part := decode_jpeg(content, scale)) is not None:
-            above, before, *_ = needed.bounds(image.size, scale)
             scaled = CropBox(
-                box.top / scale - above,
-                box.left / scale - before,
+                box.top / scale - bounds[0],
+                box.left / scale - bounds[1],
                 box.height / scale,
                 box.width / scale,
                 box.is_flipped,
@@ -161,13 +161,12 @@ def _with_margin(
 
 
 def _jpeg_region(
-    image: StoredImage, box: CropBox, scale: int
+    image: StoredImage, bounds: Box, scale: int
 ) -> tuple[bytes | memoryview | UInt8Array, Box] | None:
-    """The JPEG file to decode at 1/`scale` for a crop, and the pixels needed from it.
+    """The JPEG file to decode at 1/`scale` for some pixels of that scale, and where it has them.
 
     None if it is not a plain JPEG; a file of a part of it if it has a restart index.
     """
-    bounds = box.bounds(image.size, scale)
     if image.index is None:
         return None if size_of_jpeg(image.content) is None else (image.content, bounds)
     height, width = image.size

@@ -53,11 +53,6 @@ class RestartIndex:
     columns: int
     offsets: NDArray[np.uint32]
 
-    @property
-    def rows(self) -> int:
-        """Rows of segments; each is one row of MCUs."""
-        return (len(self.offsets) - 1) // self.columns
-
     def fits(self, size: tuple[int, int], num_bytes: int) -> bool:
         """Whether a file of this (height, width) and length can have this index."""
         return bool(
@@ -106,8 +101,7 @@ class IndexColumn:
         if not self._is_indexed[row]:
             return None
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        front, tables_at, size_at, height, width, columns = self._numbers[row]
-        index = RestartIndex(front, tables_at, size_at, height, width, columns, offsets)
+        index = RestartIndex(*self._numbers[row], offsets)
         if not index.fits(size, num_bytes):
             raise ValueError("its restart index is not that of its bytes")
         return index
@@ -127,13 +121,14 @@ def crop_file(
     top, left, bottom, right = box
     segment_width = -(-size[1] // (index.columns * index.unit_width)) * index.unit_width
     above, margin = index.unit_height // BLOCK, index.unit_width // BLOCK
-    first_row, last_row = _touched(top - above, bottom + above, index.unit_height, index.rows)
+    rows = (len(index.offsets) - 1) // index.columns  # each is one row of MCUs
+    first_row, last_row = _touched(top - above, bottom + above, index.unit_height, rows)
     first, last = _touched(left - margin, right + margin, segment_width, index.columns)
     height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
     width = min(size[1], last * segment_width) - first * segment_width
     # Where the segments of each row begin, and where they end.
     starts, ends = (
-        offsets.reshape(index.rows, index.columns)[first_row:last_row, first:last]
+        offsets.reshape(rows, index.columns)[first_row:last_row, first:last]
         for offsets in (index.offsets[:-1], index.offsets[1:])
     )
     image, scan_at = memoryview(content), int(index.offsets[0])
@@ -141,8 +136,8 @@ def crop_file(
     if starts.shape[1] == index.columns:
         segments = [image[starts[0, 0] : ends[-1, -1]]]
     else:
-        rows = zip(starts[:, 0].tolist(), ends[:, -1].tolist(), strict=True)
-        segments = [image[start:end] for start, end in rows]
+        pairs = zip(starts[:, 0].tolist(), ends[:, -1].tolist(), strict=True)
+        segments = [image[start:end] for start, end in pairs]
     header = (image[: index.front], image[index.tables_at : scan_at])
     coded = bytearray().join((*header, *segments))
     data = np.frombuffer(coded, np.uint8)

@@ -142,9 +142,7 @@ class Attempt:
 
     def _with_crops_kept(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; crops of the first batch become files of the run."""
-        first = next(batches, None)
-        if first is None:
-            return
+        first = next(batches)
         pixels, samples, labels = (
             as_tensor(first[key][:NUM_TRAINING]).cpu().numpy()
             for key in ("image", "sample", "labels")

@@ -161,9 +161,8 @@ class Evaluator:
         num_images = -(-job.num_evaluated[name] // self._link.world_size)
         size = min(job.recipe.evaluate.batch_size, num_images)
         batches = with_unrecoverable_errors(self._streams.evaluation_batches(name, size))
-        if device.type == "cuda":  # the host uses everything but the images
-            batches = device_batches(batches, device, pinned=("image",))
-        for batch in batches:
+        # The host uses everything but the images.
+        for batch in device_batches(batches, device, pinned=("image",)):
             self._link.watchdog.expect_long_step()
             num_stopping, num_saving = all_sum(
                 [self._link.is_ending(), self._is_save_wanted()], device

@@ -22,12 +22,11 @@ from tests.data.convert.archives import (
     tar_of,
     write_files,
 )
-from tests.data.converting import config_of, convert, units
+from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.convert.labels import SourceFacts, classes_of, stored_text
-from vit_ray.data.convert.sources import rows_of
 from vit_ray.data.shards import RowGroupReader
 
 pytestmark = pytest.mark.usefixtures("serial")
@@ -73,7 +72,6 @@ def names_of(
     [
         ({"0", "-1", "1"}, r"from -1 to 1, and not 0 to 2 \(-1 by convention: not labelled"),
         ({"0", "1", "3"}, "from 0 to 3, and not 0 to 2 .*labels_are=indices .*labels_are=names"),
-        ({"1", "2", "3"}, "from 1 to 3, and not 0 to 2"),
         ({"0", "1", "01"}, "3 integers from 0 to 1, and not 0 to 2"),
         ({"2", "10"}, "2 integers from 2 to 10, and not 0 to 1"),
     ],
@@ -103,7 +101,6 @@ def test_indices_without_names_keep_their_places():
         [[0, 0, 1], [0, 1, 0], [1, 0, 0]],
         [[0, 1, 1], [1, 1, 0], [0, 0, 1]],
         [[0, 1], [1, 0], [1, 0]],
-        [[0, 0, 0], [0, 0, 1], [0, 0, 1]],
         [["0", "0", "1"], ["0", "1", "0"], ["1", "0", "0"]],
     ],
 )
@@ -130,7 +127,6 @@ def test_places_of_classes_as_text_are_not_taken_for_names(tmp_path, name, form)
     ("labels", "told"),
     [
         (["0.0", "1.0", "1"], "numbers with decimals"),
-        (["+1", "1e0", "2"], "numbers with decimals"),
         (["0,0", "1,0", "0,0"], "numbers with decimals"),
         (["cat", "None", "dog"], r"\['None'\]"),
         (["cat", "nan", "dog"], r"\['nan'\] usually means that there is none"),
@@ -157,7 +153,6 @@ MEANINGS: list[tuple[str, Any, Any, dict[str, Any], list[Any]]] = [
     ("a.parquet", [0, 1], None, {"classes": ["1", "0"]}, ["1", "0"]),
     ("a.parquet", [0, 1], CAT_AND_DOG, {"classes": ["dog", "cat"]}, ["cat", "dog"]),
     ("a.parquet", pa.array([0, 1]).dictionary_encode(), CAT_AND_DOG, {}, ["cat", "dog"]),
-    ("a.parquet", pa.array([0, 1], pa.uint64()), CAT_AND_DOG, {}, ["cat", "dog"]),
     ("a.parquet", pa.array([[0], [1]], pa.large_list(pa.int8())), LISTS, {}, ["cat", "dog"]),
     ("a.parquet", FIXED, LISTS, {}, [["cat", "dog"], ["dog", "cat"]]),
     ("a.tar", ["0", "1"], None, {"classes": ["1", "0"], "labels_are": "names"}, ["0", "1"]),
@@ -337,11 +332,7 @@ def test_text_that_is_none_rejects_its_image(tmp_path):
         assert "can't decode" in rejections(tmp_path / f"set of {name}")[wrong]
 
 
-def test_bytes_are_not_stored_as_text(tmp_path):
-    values = pa.array([{"a": [{"b": b"x"}]}])
-    content = parquet({"image": STRUCTS[:1], "label": [0], "id": values})
-    (tmp_path / "a.parquet").write_bytes(content)
-    (row,) = rows_of(*units(tmp_path / "a.parquet", columns=["id"]))
+def test_bytes_are_not_stored_as_text():
     with pytest.raises(ValueError, match="contains bytes"):
-        row.read()
+        stored_text({"a": [{"b": b"x"}]})
     assert stored_text({"day": date(2026, 1, 2)}) == '{"day": "2026-01-02"}'

@@ -42,14 +42,15 @@ _MAX_CPU_S: Final = 60
 _MAX_PIXELS: Final = 178_956_970
 
 
-def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
-    """Fields of a structure at their offsets in bytes, with unused space between them."""
+def _structure(size: int, /, **fields: tuple[int, Any]) -> Any:
+    """A structure with fields at their offsets in bytes, and unused space between them."""
     padded: list[tuple[str, Any]] = []
     end = 0
     for name, (offset, kind) in fields.items():
         padded += [(f"_{end}", ctypes.c_char * (offset - end)), (name, kind)]
         end = offset + ctypes.sizeof(kind)
-    return (*padded, (f"_{end}", ctypes.c_char * (size - end)))
+    padded.append((f"_{end}", ctypes.c_char * (size - end)))
+    return type("Structure", (ctypes.Structure,), {"_fields_": padded})
 
 
 _EmitMessage: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
@@ -58,67 +59,50 @@ _AccessBlocks: Final = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int,
 )  # fmt: skip
-
-
-class _Errors(ctypes.Structure):
-    _fields_ = _layout(168, emit_message=(8, _EmitMessage), format_message=(24, _FormatMessage))
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = _layout(104, access_virt_barray=(64, _AccessBlocks))
-
-
+_Errors: Final = _structure(
+    168, emit_message=(8, _EmitMessage), format_message=(24, _FormatMessage)
+)
+_Memory: Final = _structure(104, access_virt_barray=(64, _AccessBlocks))
 # A Huffman table: how many codes have each length, and the symbols, those of short codes first.
-class _Table(ctypes.Structure):
-    _fields_ = (
-        ("counts", ctypes.c_ubyte * 17),
-        ("symbols", ctypes.c_ubyte * 256),
-        ("sent_table", ctypes.c_int),
-    )
-
-
+_Table: Final = _structure(
+    280,
+    counts=(0, ctypes.c_ubyte * 17),
+    symbols=(17, ctypes.c_ubyte * 256),
+    sent_table=(276, ctypes.c_int),
+)
 # Four pointers to Huffman tables.
 _Tables: Final = ctypes.POINTER(_Table) * 4
-
-
-class _Component(ctypes.Structure):
-    _fields_ = _layout(
-        96,
-        id=(0, ctypes.c_int),
-        across=(8, ctypes.c_int),
-        down=(12, ctypes.c_int),
-        tables=(20, ctypes.c_int * 2),
-        width_in_blocks=(28, ctypes.c_uint),
-        height_in_blocks=(32, ctypes.c_uint),
-        quantization=(80, ctypes.POINTER(ctypes.c_uint16 * 64)),
-    )
-
-
-class _Decompress(ctypes.Structure):
-    _fields_ = _layout(
-        632,
-        errors=(0, ctypes.POINTER(_Errors)),
-        memory=(8, ctypes.POINTER(_Memory)),
-        size=(48, ctypes.c_uint * 2),
-        num_components=(56, ctypes.c_int),
-        color_space=(60, ctypes.c_int),
-        missing_bits=(192, ctypes.POINTER(ctypes.c_int * 64)),
-        dc_tables=(232, _Tables),
-        ac_tables=(264, _Tables),
-        components=(304, ctypes.POINTER(_Component)),
-    )
-
-
-class _Compress(ctypes.Structure):
-    _fields_ = _layout(
-        520,
-        errors=(0, ctypes.POINTER(_Errors)),
-        components=(88, ctypes.POINTER(_Component)),
-        dc_tables=(128, _Tables),
-        ac_tables=(160, _Tables),
-        optimize_coding=(264, ctypes.c_int),
-        restart_interval=(280, ctypes.c_uint),
-    )
+_Component: Final = _structure(
+    96,
+    id=(0, ctypes.c_int),
+    across=(8, ctypes.c_int),
+    down=(12, ctypes.c_int),
+    tables=(20, ctypes.c_int * 2),
+    width_in_blocks=(28, ctypes.c_uint),
+    height_in_blocks=(32, ctypes.c_uint),
+    quantization=(80, ctypes.POINTER(ctypes.c_uint16 * 64)),
+)
+_Decompress: Final = _structure(
+    632,
+    errors=(0, ctypes.POINTER(_Errors)),
+    memory=(8, ctypes.POINTER(_Memory)),
+    size=(48, ctypes.c_uint * 2),
+    num_components=(56, ctypes.c_int),
+    color_space=(60, ctypes.c_int),
+    missing_bits=(192, ctypes.POINTER(ctypes.c_int * 64)),
+    dc_tables=(232, _Tables),
+    ac_tables=(264, _Tables),
+    components=(304, ctypes.POINTER(_Component)),
+)
+_Compress: Final = _structure(
+    520,
+    errors=(0, ctypes.POINTER(_Errors)),
+    components=(88, ctypes.POINTER(_Component)),
+    dc_tables=(128, _Tables),
+    ac_tables=(160, _Tables),
+    optimize_coding=(264, ctypes.c_int),
+    restart_interval=(280, ctypes.c_uint),
+)
 
 
 class Libjpeg:

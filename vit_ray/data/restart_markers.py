@@ -44,11 +44,6 @@ _GREY_PIXEL: Final = bytes.fromhex(
     "ffd8ffdb004300" + "01" * 64 + "ffc0000b080001000101011100ffc4001400010000000000000000000000"
     "0000000000ffc40014100100000000000000000000000000000000ffda0008010100003f0037ffd9"
 )
-_NOT_FOUND: Final = (
-    "no libjpeg 6.2 is found here, so JPEG files get no restart markers (convert.index_jpeg) and "
-    "are read more slowly, and damage in them is not detected (convert.damaged); install Pillow "
-    "from PyPI"
-)
 _ATTEMPTS: Final = 3
 # Signals that a damaged file may cause; other signals come from outside.
 _SIGNALS_OF_FILES: Final = (
@@ -114,13 +109,17 @@ class Libjpeg:
 def restart_writer() -> Libjpeg | None:
     """The first usable libjpeg of this machine; None, with a warning, if there is none.
 
-    The helper ends with the calling process, because its input is closed then.
+    Its process ends with the calling one, because its input is closed then.
     """
     for writer in _writers():
         if with_restart_markers(_GREY_PIXEL, writer) is not None:
             return writer
         writer.close()
-    _LOG.warning(_NOT_FOUND)
+    _LOG.warning(
+        "no libjpeg 6.2 is found here, so JPEG files get no restart markers (convert.index_jpeg) "
+        "and are read more slowly, and damage in them is not detected (convert.damaged); install "
+        "Pillow from PyPI"
+    )
     return None
 
 

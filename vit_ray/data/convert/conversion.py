@@ -83,9 +83,6 @@ SHUFFLE: Final = 5
 _ROWS_AT_A_TIME: Final = 1 << 12
 # Maximum number of tasks that index a source; with more class folders, a task indexes several.
 _MAX_PARTS: Final = 1024
-_REPEATED: Final = (
-    "an earlier row of the source has the same key; give all labels of an image in one row"
-)
 # Formats in which several rows may have the same key. Files of two folders are none, even if the
 # folders differ only in the Unicode form of their names.
 _MAY_REPEAT: Final = (*LISTS, "webdataset")
@@ -424,6 +421,7 @@ def without_repeats(rows: pa.Table) -> pa.Table:
     _, firsts = np.unique(np.fromiter(hashes, np.int64, len(rows)), return_index=True)
     is_first = np.isin(np.arange(len(rows)), firsts)
     problem = rows["problem"]
-    repeated = pc.if_else(pa.array(is_first), None, _REPEATED).cast(problem.type)
+    text = "an earlier row of the source has the same key; give all labels of an image in one row"
+    repeated = pc.if_else(pa.array(is_first), None, text).cast(problem.type)
     index = rows.schema.get_field_index("problem")
     return rows.set_column(index, ROW_SCHEMA.field(index), pc.coalesce(problem, repeated))

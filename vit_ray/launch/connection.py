@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -89,7 +89,8 @@ class ClusterShape:
     def matching(self, selector: Mapping[str, str]) -> ClusterShape:
         if not selector:
             return self
-        nodes = matching_nodes(self.nodes, selector)
+        labels = dict(selector)
+        nodes = tuple(n for n in self.nodes if node_labels_match_selector(n["Labels"], labels))
         return replace(
             self,
             num_nodes=len(nodes),
@@ -372,17 +373,14 @@ def shape(ready_s: float) -> ClusterShape:
     )
 
 
-def matching_nodes(
-    nodes: Iterable[Mapping[str, Any]], selector: Mapping[str, str]
-) -> tuple[Mapping[str, Any], ...]:
-    """Nodes, as Ray lists them, that have the labels."""
-    return tuple(n for n in nodes if node_labels_match_selector(n["Labels"], dict(selector)))
-
-
 def live_nodes(selector: Mapping[str, str] | None = None) -> tuple[Mapping[str, Any], ...]:
     """The nodes that are up and have the labels, as Ray lists them."""
-    nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
-    return matching_nodes(nodes, selector) if selector else nodes
+    labels = dict(selector or {})
+    return tuple(
+        node
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"] and node_labels_match_selector(node["Labels"], labels)
+    )
 
 
 def _shows_logs() -> bool:

@@ -163,7 +163,7 @@ def _examine(images: str) -> _Source:
             with contextlib.suppress(ValueError):
                 test = estimate_conversion(config.model_copy(update={"split": split}))
                 source = replace(source, test=test, test_split=split)
-    if source.train.num_classes < 2 and source.train.is_exact:
+    if source.train.num_classes < 2 and source.train.num_counted == source.train.num_parts:
         raise ValueError(
             f"{images!r} has {source.train.num_classes} class; a classifier needs at least two, "
             "such as IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"

@@ -300,13 +300,9 @@ class Estimate:
     @property
     def counts(self) -> str:
         """Images and classes as text."""
-        about, at_least = ("", "") if self.is_exact else ("about ", "at least ")
+        is_exact = self.num_counted == self.num_parts
+        about, at_least = ("", "") if is_exact else ("about ", "at least ")
         return f"{about}{self.num_images:,} images of {at_least}{self.num_classes:,} classes"
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all images and classes were counted."""
-        return self.num_counted == self.num_parts
 
 
 def shards_for(written_bytes: float, num_images: int, config: ConvertConfig) -> int:

@@ -276,8 +276,9 @@ def write_lists(plan: Plan, config: ConvertConfig, source_rows: pa.Table) -> Non
 
 def versions_of(units: list[Unit]) -> dict[str, str]:
     """The current version of each unit, by path."""
-    results = run_tasks(_versions, _parts(units), title="looking at the source")
-    return dict(itertools.chain(*results))
+    return dict(
+        itertools.chain(*run_tasks(_versions, _parts(units), title="looking at the source"))
+    )
 
 
 def _parts(units: list[Any]) -> list[list[Any]]:

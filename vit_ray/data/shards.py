@@ -47,8 +47,8 @@ _LOG: Final = logging.getLogger(__name__)
 
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
-_INDEX: Final = "restart_index"  # not all shards have this column
-_COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32", _INDEX]
+# Not all shards have the last one.
+_COLUMNS: Final = [*SHARD_SCHEMA.names, "restart_index"]
 _ADVICE: Final = "; run `vit-ray verify`"
 _OPEN_FILES: Final = 16
 _PART_BYTES: Final = 1 << 24
@@ -86,7 +86,8 @@ class EncodedRows:
         _, offsets, content = self.images.buffers()
         starts = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
         self._content, self._offsets = memoryview(content or b"").cast("B"), starts.tolist()
-        self._indices = IndexColumn(columns[_INDEX]) if _INDEX in columns else None
+        index = columns.get("restart_index")
+        self._indices = None if index is None else IndexColumn(index)
 
     def image(self, row: int) -> bytes:
         """Encoded bytes of one row.

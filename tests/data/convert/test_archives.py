@@ -114,7 +114,7 @@ REJECTED: dict[str, dict[str, bytes]] = {
     "its .json is not a JSON object": {"json": b"{broken"},
     "'list' object is not a mapping": {"json": b"[1]"},
     "limit": {"json": b'{"label":' + b"1" * 9999 + b"}"},
-    "of type int, str": {"json": b'{"label": ["a", 1]}'},
+    "its label is ['a', 1], not text, an integer": {"json": b'{"label": ["a", 1]}'},
     "has a line break": {"cls": b"cat\ndog\n"},
     ".cls is not a plain file in the archive, or has more than": {"cls": b"x" * (1 << 21)},
     ".json is not a plain file in the archive, or has more than": {"json": b" " * (1 << 21)},

@@ -180,7 +180,7 @@ def test_labels_outside_the_classes_are_rejected(tmp_path):
             "its labels [-1] (-1 by convention: not labelled) are not all of the 2 classes"
         ),
         "a/00000001": "its labels [2] are not all of the 2 classes",
-        "a/00000002": "it has no label",
+        "a/00000002": "its label is None, not text, an integer, or a list of them",
     }
     convert(source, tmp_path / "in place", in_place=True, max_rejected_fraction=0.7)
     assert RowGroupReader(open_dataset(str(tmp_path / "in place"))).read(0).is_whole

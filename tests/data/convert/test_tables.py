@@ -148,8 +148,8 @@ def test_each_bad_line_of_json_is_rejected_alone(folder):
         b'{"path": 3.5, "label": "c"}': ("#27", "its path is 3.5"),
         b'{"label": "cat"}': ("#28", "field for the image"),
         b'{"path": "\\ud800", "label": "c"}': ("\\ud800", "UTF-8"),
-        b'{"path": "022.jpg", "label": true}': ("022.jpg", "of type bool"),
-        b'{"path": "023.jpg", "label": {}}': ("023.jpg", "of type dict"),
+        b'{"path": "022.jpg", "label": true}': ("022.jpg", "its label is True"),
+        b'{"path": "023.jpg", "label": {}}': ("023.jpg", "its label is {}"),
         b'{"path": "024.jpg"}': ("024.jpg", "the label"),
         b'{"path": "026.jpg", "label": " "}': ("026.jpg", "its label is empty"),
         b'{"path": "027.jpg", "label": ["x", ""]}': ("027.jpg", "its label is empty"),
@@ -382,8 +382,10 @@ def test_images_may_have_several_labels(tmp_path, is_in_place):
         found[rows.key(at)] = [manifest.classes[label] for label in rows.labels_of(at)]
     expected = [["cat", "dog"], ["dog"], ["owl", "cat"]]
     assert found == {f"a/{i:08d}": names for i, names in enumerate(expected)}
-    reasons = ["a label is null", "it has no label", "it has no label"]
-    assert [reason for _, reason in sorted(rejections(tmp_path / "set").items())] == reasons
+    reasons = [reason for _, reason in sorted(rejections(tmp_path / "set").items())]
+    assert [r.partition(", not")[0] for r in reasons] == [
+        "its label is [1, None]", "its label is []", "its label is None",
+    ]  # fmt: skip
 
 
 def test_the_same_files_elsewhere_make_the_same_data_set(source, tmp_path):

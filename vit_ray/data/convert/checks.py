@@ -141,21 +141,18 @@ def delete_files(folder: Location, pattern: str) -> None:
 
 def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
     """Each row with its image, in order, read ahead by threads; of large images only few."""
-
-    def size_of(row: Row) -> int:
-        return _ASSUMED_BYTES if row.length < 0 else row.length
-
     with ThreadPoolExecutor(_READERS) as pool:
-        waiting: deque[tuple[Row, Future[bytes]]] = deque()
+        waiting: deque[tuple[int, Row, Future[bytes]]] = deque()
         for row in rows:
+            size = _ASSUMED_BYTES if row.length < 0 else row.length
             while waiting and (
                 len(waiting) > 2 * _READERS
-                or sum(size_of(ahead) for ahead, _ in waiting) + size_of(row) > _AHEAD_BYTES
+                or size + sum(ahead for ahead, *_ in waiting) > _AHEAD_BYTES
             ):
-                yield waiting.popleft()
-            waiting.append((row, pool.submit(row.read)))
+                yield waiting.popleft()[1:]
+            waiting.append((size, row, pool.submit(row.read)))
         while waiting:  # a loop over the deque would keep all images in memory
-            yield waiting.popleft()
+            yield waiting.popleft()[1:]
 
 
 def checked(

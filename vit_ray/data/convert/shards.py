@@ -387,16 +387,13 @@ def _check_shards(folder: Location, written: list[ShardResult], files: list[Shar
 def _write_manifest(
     plan: Plan, config: ConvertConfig, written: list[ShardResult], files: list[ShardFile]
 ) -> None:
-    rows = np.concatenate([r.rows for r in written])
     lists = (numbers for r in written for numbers in r.dropped or [[]] * len(r.rows))
     dropped = {group: np.array(numbers, np.int32) for group, numbers in enumerate(lists) if numbers}
-    for group, numbers in dropped.items():
-        rows[group] -= len(numbers)
     facts = {name: getattr(config, name) for name in ABOUT if getattr(config, name)}
     manifest = Manifest(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),
-        rows=rows,
+        rows=np.concatenate([np.subtract(r.rows, [*map(len, r.dropped)] or 0) for r in written]),
         bytes=np.concatenate([r.row_group_bytes for r in written]),
         files=files,
         classes=plan.classes,

@@ -372,15 +372,18 @@ def _check_shards(folder: Location, written: list[ShardResult], files: list[Shar
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         texts = list(pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files))
-    problems = [(r.shard, f.path, t) for r, f, t in zip(written, files, texts, strict=True) if t]
-    for shard, *_ in problems:
+    problems = {
+        result.shard: f"{file.path}: {text}"
+        for result, file, text in zip(written, files, texts, strict=True)
+        if text
+    }
+    for shard in problems:
         folder.child(STAGING_FOLDER).child(_RESULT.format(shard)).delete()
     if problems:
-        _, name, problem = problems[0]
         raise ValueError(
             f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
-            f"written; the first is {name}: {problem}. Check the storage, and run the same command "
-            "again, which makes these shards again"
+            f"written; the first is {next(iter(problems.values()))}. Check the storage, and run "
+            "the same command again, which makes these shards again"
         )
 
 

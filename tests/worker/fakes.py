@@ -92,8 +92,7 @@ class FakeEngine:
     is_averaged: bool = False
     is_closed: bool = False
     shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
-    seen: list[list[int]] = field(default_factory=list)
-    """Samples of each pass, and below its step."""
+    seen: list[list[int]] = field(default_factory=list)  # Samples of each pass, and below its step
     steps: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     norms: dict[int, float] = field(default_factory=dict)
@@ -161,10 +160,8 @@ class FakeHooks:
     steps: int = 0
     cuts: list[bool] = field(default_factory=list)
     """Evaluations that are cut short, and whether to stop."""
-    due: list[bool] = field(default_factory=list)
-    """At each save, whether an evaluation is due."""
-    is_whole: bool = True
-    """What was saved before."""
+    due: list[bool] = field(default_factory=list)  # At each save, whether an evaluation is due
+    is_whole: bool = True  # What was saved before
 
     def note_step(self, step: int, wait_s: float) -> None:
         self.noted.append(step)

@@ -141,6 +141,7 @@ WRONG_DEPTH = [
     ("", ("a/1.jpg", "a/airfield/2.jpg"), "a/airfield"),
     ("", ("a/airfield/1.jpg", *SYNOLOGY), "a/airfield"),
     ("", ("train/cat/1.jpg", "images/3.jpg"), "train/cat"),
+    ("", ("bottle/2020/1.jpg", "test_tube/2020/2.jpg"), "2020"),
     ("", ("Data/CLS-LOC/train/n01/1.JPEG", "Data/CLS-LOC/val/2.JPEG"), "CLS-LOC/train/n01"),
     ("/*", ("train/cat/1.jpg", "val/cat/2.jpg", "examples/e.jpg"), "train/cat"),
     ("/*", ("train/cat/1.jpg", "train/a.jpg", "train/b.jpg", "dog/3.jpg"), "train/cat"),

@@ -242,9 +242,9 @@ def _units_of_classes(
 ) -> list[Unit]:
     """Class folders, those in folders that are splits, and the images next to them.
 
-    Folders with names of splits are splits if no other folder has images, as a class may be named
-    `train`, too, and if they contain folders, or are of several splits. `folder_rows` refuses class
-    folders whose images are deeper.
+    Folders with names of splits are splits if no other folder has images or folders, as a class may
+    be named `train`, too, and if they contain folders, or are of several splits. `folder_rows`
+    refuses class folders whose images are deeper.
 
     Args:
         roots: folders of the class folders, which may have images next to them.
@@ -255,8 +255,8 @@ def _units_of_classes(
     """
     splits = {f: split for f in folders if (split := split_of(f.path.rpartition("/")[2]))}
     are_several = config.format == "auto" and len({*splits.values()}) > 1
-    others = [folder for folder in folders if folder not in splits]
-    if (are_several or any(map(folders_in, splits))) and not any(map(loose_images, others)):
+    are_classes = (loose_images(f) or folders_in(f) for f in folders if f not in splits)
+    if (are_several or any(map(folders_in, splits))) and not any(are_classes):
         roots = choose_split(splits, config.split, config.source)
         common = roots[0] if len(roots) == 1 else common
         folders = [root.child(name) for root in roots for name in folders_in(root)]

@@ -191,7 +191,7 @@ def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here):
         (["images", "--weights=b.npz", "--out=b.yaml"], "--weights b.npz: no such file"),
         (["images", "--out=no/where.yaml"], "there is no folder 'no'"),
         (["images", "--out=two\nlines.yaml"], "not valid YAML"),
-        (["nothing"], "no such folder or file; check the path"),
+        (["nothing"], "no such folder or file as "),
         (["empty"], "has no files of the format 'folder'; expected"),
         (["one"], "'one' has 1 class; a classifier needs at least two"),
         (["texts"], "convert.source='texts': none of 2 sampled images can be used; the first: "),

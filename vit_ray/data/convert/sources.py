@@ -126,7 +126,7 @@ def units_of(config: ConvertConfig) -> list[Unit]:
         is_list = not is_root and not GLOB.search(source)
         units = _units_of_files(config, files, root, is_list=is_list)
     else:
-        units = _units_of_classes(config, folders, [root] * is_root, root)
+        units = _units_of_classes(config, folders, [root] if is_root else [], root)
     for key, formats in _FORMATS_WITH.items():
         if (value := getattr(config, key)) and units[0].format not in formats:
             raise ValueError(
@@ -188,7 +188,8 @@ def _units_of_files(
         )
     # By the path below `root`: the folders above it tell nothing about single files.
     splits = {path: split_of(relative(path, root.uri)) for path in sorted(files)}
-    chosen, (format,) = choose_split(splits, config.split, config.source), kinds
+    (format,) = kinds
+    chosen = choose_split(splits, config.split, config.source)
     units = [Unit(format, path, root.uri, config) for path in chosen]
     # A hub repository may have several data sets, each in its own folder.
     parts_of = (unit.name.split("/")[:-1] for unit in units)

@@ -71,7 +71,8 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     stem, first = unit.name.removesuffix(".parquet"), 0
     with opened(unit) as (source, columns):
         # The whole image column: its file names are for errors about images that are not embedded.
-        names = [columns.image] * with_images + [columns.label, *unit.config.columns]
+        image_columns = [columns.image] if with_images else []
+        names = [*image_columns, columns.label, *unit.config.columns]
         for group in range(source.num_row_groups):
             metadata = source.metadata.row_group(group)
             chunks = map(metadata.column, range(metadata.num_columns))

@@ -30,20 +30,8 @@ from vit_ray.launch import run
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
 from vit_ray.launch.placement import Place
-from vit_ray.launch.workers import (
-    RETURN_S,
-    SILENT_S,
-    Ended,
-    GroupWatch,
-    Run,
-    lost_place,
-)
-from vit_ray.outcomes import (
-    EventKind,
-    RunFailedError,
-    RunStoppedError,
-    WorkerPlace,
-)
+from vit_ray.launch.workers import RETURN_S, SILENT_S, Ended, GroupWatch, Run, lost_place
+from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.recorder import Event, Recorder, RunStatus
 from vit_ray.tracking.run_records import RunState

@@ -9,13 +9,7 @@ import ray
 from tests.worker.fakes import FakeRun
 from vit_ray.outcomes import EventKind
 from vit_ray.worker import run_link
-from vit_ray.worker.run_link import (
-    DELIVERY_S,
-    FIRST_STEP_S,
-    SETUP_S,
-    RunLink,
-    Watchdog,
-)
+from vit_ray.worker.run_link import DELIVERY_S, FIRST_STEP_S, SETUP_S, RunLink, Watchdog
 
 
 @pytest.fixture

@@ -35,11 +35,7 @@ from vit_ray.training.collectives import read_by_first
 from vit_ray.training.training_state import fill_on_all_ranks
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.saving import (
-    gather_by_own_group,
-    make_position,
-    restore_newest,
-)
+from vit_ray.worker.saving import gather_by_own_group, make_position, restore_newest
 
 
 def test_a_position_is_of_the_moment_it_was_made(tmp_path):

@@ -25,11 +25,7 @@ from vit_ray.worker.attempt import smaller_micro_batch
 from vit_ray.worker.entry import GroupBackend, use_own_interface
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.worker import (
-    initial_model,
-    set_up_attempt,
-    training_device,
-)
+from vit_ray.worker.worker import initial_model, set_up_attempt, training_device
 
 TINY = {"depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
 MODEL = {"name": "ViT", "image_size": 16, **TINY}

@@ -34,13 +34,7 @@ from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.connection import ClusterShape, has_dashboard, variables
-from vit_ray.launch.failures import (
-    FailingNodes,
-    cause,
-    counts,
-    failing_node,
-    micro_batch_limit,
-)
+from vit_ray.launch.failures import FailingNodes, cause, counts, failing_node, micro_batch_limit
 from vit_ray.launch.placement import STRATEGY, Place, PlaceFinder
 from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError
 from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
@@ -67,11 +61,7 @@ _RANKS_PER_POLL_S: Final = 128
 
 
 def run_workers(
-    job: TrainJob,
-    streams: dict[str, StreamSpec],
-    cluster: ClusterShape,
-    *,
-    use_gpu: bool,
+    job: TrainJob, streams: dict[str, StreamSpec], cluster: ClusterShape, *, use_gpu: bool
 ) -> None:
     """Train until the run ends, through failures and changes of the group's size.
 

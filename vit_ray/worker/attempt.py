@@ -33,13 +33,7 @@ from vit_ray.own_parts import own_part
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.training.collectives import all_max, all_rows
 from vit_ray.training.engine import COMPILE_FAILURES, DeepSpeedEngine, compile_s
-from vit_ray.training.loop import (
-    Batch,
-    RankContext,
-    SkippedStep,
-    TrainingLoop,
-    as_tensor,
-)
+from vit_ray.training.loop import Batch, RankContext, SkippedStep, TrainingLoop, as_tensor
 from vit_ray.training.memory_estimate import compute_per_image
 from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator

@@ -18,23 +18,14 @@ from vit_ray.evaluation.accuracy import AccuracySums, Confusion, ExampleImages
 from vit_ray.evaluation.few_shot import FewShot
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.measure.meters import is_out_of_memory
-from vit_ray.metric_names import (
-    DEV_GROUP,
-    EVAL_GROUP,
-    few_shot_top1,
-)
+from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.own_parts import own_part
 from vit_ray.training.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.training.engine import DeepSpeedEngine, Predictor
 from vit_ray.training.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.training.objective import classification_loss, normalize, per_image
-from vit_ray.worker.job import (
-    Streams,
-    TrainJob,
-    UnrecoverableError,
-    with_unrecoverable_errors,
-)
+from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError, with_unrecoverable_errors
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
 
@@ -44,21 +35,13 @@ Predicts = DeepSpeedEngine | Predictor
 class Evaluator:
     """Evaluates the engine on a run's streams, as the recipe says; all ranks call it."""
 
-    def __init__(
-        self,
-        job: TrainJob,
-        engine: Predicts,
-        streams: Streams,
-        link: RunLink,
-    ) -> None:
+    def __init__(self, job: TrainJob, engine: Predicts, streams: Streams, link: RunLink) -> None:
         self._job, self._engine, self._streams, self._link = job, engine, streams, link
         self._pool_labels: NDArray[np.int32] | None = None
         self._files: dict[str, bytes] = {}
 
     def evaluate(
-        self,
-        step: int,
-        is_save_wanted: Callable[[], bool] = lambda: False,
+        self, step: int, is_save_wanted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
 

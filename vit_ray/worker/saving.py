@@ -162,10 +162,7 @@ def make_position(job: TrainJob, engine: DeepSpeedEngine, progress: Progress) ->
 
 
 def restore_newest(
-    engine: DeepSpeedEngine,
-    newest: Checkpoint,
-    find: FindCheckpoint,
-    warn: Callable[[str], object],
+    engine: DeepSpeedEngine, newest: Checkpoint, find: FindCheckpoint, warn: Callable[[str], object]
 ) -> Checkpoint:
     """Restore the checkpoint, or an older one if a rank finds it damaged; all ranks call this.
 

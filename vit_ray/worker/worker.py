@@ -20,19 +20,10 @@ from vit_ray.training.memory_estimate import chosen_micro_batch
 from vit_ray.training.objective import build_objective, load_initial_weights, make_loss
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
-from vit_ray.worker.job import (
-    Streams,
-    TrainJob,
-    UnrecoverableError,
-    with_unrecoverable_errors,
-)
+from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError, with_unrecoverable_errors
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
-from vit_ray.worker.saving import (
-    CheckpointSaver,
-    gather_by_own_group,
-    restore_newest,
-)
+from vit_ray.worker.saving import CheckpointSaver, gather_by_own_group, restore_newest
 
 # Batches that a worker has fetched beyond the batch in use.
 BATCHES_AHEAD: Final = 2

@@ -243,9 +243,10 @@ def _units_of_classes(
 ) -> list[Unit]:
     """Class folders, those in folders that are splits, and the images next to them.
 
-    Folders with names of splits are splits if no other folder has images or folders, as a class may
-    be named `train`, too, and if they contain folders, or are of several splits. `folder_rows`
-    refuses class folders whose images are deeper.
+    Folders with names of splits are splits if no other folder has images, as a class may be named
+    `train`, too, and if they contain folders, or are of several splits. Names such as `train2017`
+    are, if no other folder has folders either. `folder_rows` refuses class folders whose images are
+    deeper.
 
     Args:
         roots: folders of the class folders, which may have images next to them.
@@ -254,9 +255,12 @@ def _units_of_classes(
     Raises:
         ValueError: a split must be chosen, or there are none, or no class folders.
     """
-    splits = {f: split for f in folders if (split := split_of(f.path.rpartition("/")[2]))}
+    names = {folder: folder.path.rpartition("/")[2] for folder in folders}
+    exact = {f: split for f, name in names.items() if (split := named_split(name))}
+    splits = exact or {f: split for f, name in names.items() if (split := split_of(name))}
     are_several = config.format == "auto" and len({*splits.values()}) > 1
-    are_classes = (loose_images(f) or folders_in(f) for f in folders if f not in splits)
+    others = (folder for folder in folders if folder not in splits)
+    are_classes = (loose_images(f) or (not exact and folders_in(f)) for f in others)
     if (are_several or any(map(folders_in, splits))) and not any(are_classes):
         roots = choose_split(splits, config.split, config.source)
         common = roots[0] if len(roots) == 1 else common

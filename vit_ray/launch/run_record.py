@@ -310,16 +310,13 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     """Compute and data of this many steps: `study/...`."""
-    from vit_ray.models.flops import forward_macs  # with torch: seconds
-    from vit_ray.training.memory_estimate import run_exaflops
+    from vit_ray.models.flops import count_exaflops, forward_macs  # with torch: seconds
 
-    model, batch = resolved.recipe.model, resolved.recipe.train.global_batch_size
-    macs = forward_macs(
-        model.name, resolved.manifest.num_classes, model.image_size, **model.options()
-    )
-    images_seen = steps * batch
+    model, num_classes = resolved.recipe.model, resolved.manifest.num_classes
+    macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
+    images_seen = steps * resolved.recipe.train.global_batch_size
     return {
-        STUDY_EXAFLOPS: run_exaflops(resolved.recipe, resolved.manifest.num_classes, images_seen),
+        STUDY_EXAFLOPS: count_exaflops(macs, images_seen),
         STUDY_FORWARD_GMACS: macs / 1e9,
         STUDY_STEPS: float(steps),
         STUDY_IMAGES_SEEN: float(images_seen),

@@ -277,7 +277,9 @@ def _record_row(row: Row, unit: Unit, offset: int, record: bytes) -> Row:
         at = offset + record.index(image[0])  # or an earlier place with the same bytes
         row = replace(row, path=unit.path, offset=at, length=len(image[0]))
     used = (*config.columns, *LABEL_FIELDS, config.label_field)
-    fields = {name: _plain(v) if name in used else v for name, v in features.items()}
+    fields: dict[str, Any] = {
+        name: _plain(v) if name in used else v for name, v in features.items()
+    }
     if config.label_field in VTAB_LABELS:
         fields[config.label_field] = vtab_label(config.label_field, features)
     return labelled(row, fields, config, config.label_field)

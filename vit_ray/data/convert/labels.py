@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ def row_or_problem(row: Row, build: Callable[..., Row], *arguments: Any) -> Row:
 
 def labelled(
     row: Row,
-    fields: Mapping[str, Any],
+    fields: dict[str, Any],
     config: ConvertConfig,
     label_field: str | None,
     text_kind: LabelKind = "name",

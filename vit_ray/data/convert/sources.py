@@ -43,7 +43,7 @@ _SUFFIXES: Final = {
 }
 _FORMATS: Final = {suffix: format for format, suffix in _SUFFIXES.items()}
 # Formats to which a key of `convert` applies.
-_FORMATS_WITH: Final = {
+_FORMATS_WITH: Final[dict[str, tuple[str, ...]]] = {
     "in_place": ("huggingface",),
     "columns": tuple(_SUFFIXES),
     "label_field": tuple(_SUFFIXES),

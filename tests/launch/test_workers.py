@@ -372,7 +372,6 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monk
 @pytest.mark.parametrize(("error", "told"), [
     (None, "is not finite"),  # the step is refused
     (UnrecoverableError("bad data"), "bad data"),
-    (UnrecoverableError("bad data", is_agreed=False), "bad data"),
 ])  # fmt: skip
 def test_what_a_worker_refuses_ends_the_run_and_its_trial(error, told, tmp_path, monkeypatch):
     """The worker's error goes through the record to the driver, whose error the trial gets."""
@@ -382,8 +381,7 @@ def test_what_a_worker_refuses_ends_the_run_and_its_trial(error, told, tmp_path,
             raise error
 
     worker = Worker(make_job(tmp_path), FakeEngine((1,), refuse))
-    raises = error is not None and not error.is_agreed
-    with pytest.raises(UnrecoverableError) if raises else nullcontext():
+    with pytest.raises(UnrecoverableError) if error else nullcontext():
         worker.run()
     reported = Mock()
     Recorder.fail(reported, worker.actor.failed)

@@ -37,7 +37,12 @@ from vit_ray.training.loop import Batch, RankContext, SkippedStep, TrainingLoop,
 from vit_ray.training.memory_estimate import compute_per_image
 from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator
-from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.worker.job import (
+    NonfiniteError,
+    SmallerMicroBatchError,
+    TrainJob,
+    UnrecoverableError,
+)
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver
 
@@ -63,7 +68,7 @@ def reported_failures(link: RunLink) -> Iterator[None]:
         yield
     except UnrecoverableError as error:
         link.record.fail(error)
-        if not error.is_agreed:
+        if not isinstance(error, NonfiniteError):
             raise
 
 
@@ -93,14 +98,13 @@ class Attempt:
         """
         try:
             self._train()
-        except UnrecoverableError as error:
-            if error.is_agreed:  # all ranks are alive: they can still finish the last checkpoint
-                self.link.watchdog.allow(math.inf)
-                with contextlib.suppress(RuntimeError, TimeoutError):
-                    self.saver.wait_until_written()
+        except NonfiniteError:  # all ranks are alive: they can still finish the last checkpoint
+            self.link.watchdog.allow(math.inf)
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self.saver.wait_until_written()
             raise
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if isinstance(error, UnrecoverableError) or not is_out_of_memory(error):
                 raise
             smaller = smaller_micro_batch(self.job, self.context.micro_batch_size)
             self.link.record.event(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
@@ -243,14 +247,14 @@ class Attempt:
             try:
                 is_added = self.saver.writer.note_evaluation(progress)
             except LockLostError as error:
-                raise UnrecoverableError(str(error), is_agreed=False) from error
+                raise UnrecoverableError(str(error)) from error
         return self.context.all_sum([float(is_added)])[0] > 0
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         """Report step `progress.step - 1`, which is not finite.
 
         Raises:
-            UnrecoverableError: the recipe says to stop, or too many steps in a row are not finite.
+            NonfiniteError: the recipe says to stop, or too many steps in a row are not finite.
         """
         step, nonfinite = progress.step, self.job.recipe.train.nonfinite
         text = (
@@ -259,7 +263,7 @@ class Attempt:
         )
         self.link.note(EventKind.NOT_FINITE, text, step)
         if nonfinite == "stop" or progress.nonfinite_steps >= MAX_NONFINITE_STEPS:
-            raise UnrecoverableError(
+            raise NonfiniteError(
                 f"{text}. train.nonfinite={nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "
                 "train.nonfinite to skip"
@@ -324,8 +328,7 @@ def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
         raise UnrecoverableError(
             f"a pass of {failed} does not fit into device memory, and no smaller one is possible; "
             "use train.zero_stage=3, train.activation_checkpointing=1 or train.offload=true, or a "
-            "smaller model",
-            is_agreed=False,
+            "smaller model"
         )
     limit = max(minimum, failed // 2)
     return SmallerMicroBatchError(

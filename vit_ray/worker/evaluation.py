@@ -73,9 +73,7 @@ class Evaluator:
                 raise
             size = self._job.recipe.evaluate.batch_size
             raise UnrecoverableError(
-                f"evaluate.batch_size={size}: so many images do not fit into device memory; lower "
-                "it",
-                is_agreed=False,
+                f"evaluate.batch_size={size}: a batch does not fit into device memory; lower it"
             ) from error
 
     def _measure(self, prefix: str) -> dict[str, float]:

@@ -75,10 +75,9 @@ class Streams(Protocol):
 class UnrecoverableError(RunFailedError):
     """A restart would meet the same error: the run must end."""
 
-    def __init__(self, text: str, *, is_agreed: bool = True) -> None:
-        """`is_agreed`: all workers raise it at the same point, so none waits for another."""
-        super().__init__(text)
-        self.is_agreed = is_agreed
+
+class NonfiniteError(UnrecoverableError):
+    """Raised by all workers at the same step, so none waits for another."""
 
 
 class SmallerMicroBatchError(RuntimeError):
@@ -102,5 +101,5 @@ def with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
     except Exception as error:
         cause = original_error(error)
         if cause is not error and isinstance(cause, ValueError):
-            raise UnrecoverableError(without_retry_note(str(cause)), is_agreed=False) from None
+            raise UnrecoverableError(without_retry_note(str(cause))) from None
         raise

@@ -128,7 +128,7 @@ class CheckpointSaver:
         """
         error = self._writing.exception() if self._writing.done() else None
         if isinstance(error, OSError | LockLostError):
-            raise UnrecoverableError(str(error), is_agreed=False) from error
+            raise UnrecoverableError(str(error)) from error
         if error is not None:
             raise error  # the next group of workers can save again
 

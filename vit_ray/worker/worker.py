@@ -59,7 +59,7 @@ def begin(job: TrainJob, link: RunLink, streams: Streams, device: torch.device) 
             return set_up_attempt(job, link, streams, device)
         evaluate_alone(job, link, streams, device)
     except ValueError as error:
-        raise UnrecoverableError(str(error), is_agreed=False) from error
+        raise UnrecoverableError(str(error)) from error
     return None
 
 

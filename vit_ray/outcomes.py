@@ -71,8 +71,8 @@ class RunFailedError(RuntimeError):
     """The run ended in an error; the message has the cause."""
 
 
-class LockLostError(RuntimeError):
-    """Another process has taken over the run's folder; this one must not write there."""
+class LockLostError(RunFailedError):
+    """Another process has taken over the folder; this one must not write there."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from vit_ray.storage import locate
 from vit_ray.training.collectives import read_by_first
 from vit_ray.training.training_state import fill_on_all_ranks
 from vit_ray.worker import saving
+from vit_ray.worker.attempt import reported_failures
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import gather_by_own_group, make_position, restore_newest
 
@@ -91,7 +92,7 @@ def test_the_next_save_waits_until_the_last_is_written_and_takes_its_memory(tmp_
     ("error", "raised"),
     [
         (OSError("disk full"), UnrecoverableError),
-        (LockLostError("has been taken over"), UnrecoverableError),
+        (LockLostError("has been taken over"), LockLostError),
         # A rank that is late ends the attempt, after which the driver starts another group.
         (RuntimeError("some worker has not ended its part"), RuntimeError),
     ],
@@ -108,6 +109,9 @@ def test_storage_that_refuses_too_often_fails_the_run(error, raised, tmp_path, m
         with pytest.raises(raised, match=str(error)) as met:
             meets_it()
         assert type(met.value) is raised
+    with pytest.raises(raised), reported_failures(worker.link):
+        worker.saver.check()
+    assert (worker.actor.failed is None) is (raised is RuntimeError)
 
 
 def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(

@@ -28,7 +28,7 @@ from vit_ray.metric_names import (
     STARTUP_COMPILE_S,
     STARTUP_FIRST_STEP_S,
 )
-from vit_ray.outcomes import EventKind, LockLostError
+from vit_ray.outcomes import EventKind, RunFailedError
 from vit_ray.own_parts import own_part
 from vit_ray.ray_internals import preemption_notice
 from vit_ray.training.collectives import all_max, all_rows
@@ -62,11 +62,11 @@ def reported_failures(link: RunLink) -> Iterator[None]:
     """Report an error of the block that would happen again after a restart.
 
     Raises:
-        UnrecoverableError: the other workers may wait for this worker: Ray then ends them.
+        RunFailedError: the other workers may wait for this worker: Ray then ends them.
     """
     try:
         yield
-    except UnrecoverableError as error:
+    except RunFailedError as error:
         link.record.fail(error)
         if not isinstance(error, NonfiniteError):
             raise
@@ -104,7 +104,7 @@ class Attempt:
                 self.saver.wait_until_written()
             raise
         except RuntimeError as error:
-            if isinstance(error, UnrecoverableError) or not is_out_of_memory(error):
+            if isinstance(error, RunFailedError) or not is_out_of_memory(error):
                 raise
             smaller = smaller_micro_batch(self.job, self.context.micro_batch_size)
             self.link.record.event(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
@@ -236,7 +236,7 @@ class Attempt:
             Whether the checkpoint is complete and now has the evaluation.
 
         Raises:
-            UnrecoverableError: another driver has taken over the run.
+            LockLostError: another driver has taken over the run.
         """
         with self.link.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
@@ -244,10 +244,7 @@ class Attempt:
         if self.context.rank == 0:
             # These replace the metrics that `save` logged before the evaluation.
             self.link.record.metrics(progress.step, metrics, again=True)
-            try:
-                is_added = self.saver.writer.note_evaluation(progress)
-            except LockLostError as error:
-                raise UnrecoverableError(str(error)) from error
+            is_added = self.saver.writer.note_evaluation(progress)
         return self.context.all_sum([float(is_added)])[0] > 0
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:

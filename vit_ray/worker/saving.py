@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
-from vit_ray.outcomes import EventKind, LockLostError
+from vit_ray.outcomes import EventKind
 from vit_ray.training.collectives import read_by_first
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.worker.job import TrainJob, UnrecoverableError
@@ -122,12 +122,12 @@ class CheckpointSaver:
         """Raise the error that ended the writing, if any; does not wait.
 
         Raises:
-            UnrecoverableError: too many checkpoints in a row could not be written, or another
-                driver has taken over the run.
+            UnrecoverableError: too many checkpoints in a row could not be written.
+            LockLostError: another driver has taken over the run.
             RuntimeError: some rank has died or is late.
         """
         error = self._writing.exception() if self._writing.done() else None
-        if isinstance(error, OSError | LockLostError):
+        if isinstance(error, OSError):
             raise UnrecoverableError(str(error)) from error
         if error is not None:
             raise error  # the next group of workers can save again

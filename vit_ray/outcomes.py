@@ -68,7 +68,7 @@ class RunStoppedError(RuntimeError):
 
 
 class RunFailedError(RuntimeError):
-    """The run ended in an error; the message has the cause."""
+    """The run ends: a restart would meet the same error, or there were too many; with the cause."""
 
 
 class LockLostError(RunFailedError):

@@ -36,7 +36,7 @@ from vit_ray.storage import locate
 from vit_ray.tracking.recorder import Event, Recorder, RunStatus
 from vit_ray.tracking.run_records import RunState
 from vit_ray.worker.entry import GroupConfig
-from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob
 
 BY_PEER, BAD_CARD = RuntimeError("Connection closed by peer"), RuntimeError("bad card")
 # As Ray 2.60's raylet writes it.
@@ -371,7 +371,7 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monk
 
 @pytest.mark.parametrize(("error", "told"), [
     (None, "is not finite"),  # the step is refused
-    (UnrecoverableError("bad data"), "bad data"),
+    (RunFailedError("bad data"), "bad data"),
 ])  # fmt: skip
 def test_what_a_worker_refuses_ends_the_run_and_its_trial(error, told, tmp_path, monkeypatch):
     """The worker's error goes through the record to the driver, whose error the trial gets."""
@@ -381,7 +381,7 @@ def test_what_a_worker_refuses_ends_the_run_and_its_trial(error, told, tmp_path,
             raise error
 
     worker = Worker(make_job(tmp_path), FakeEngine((1,), refuse))
-    with pytest.raises(UnrecoverableError) if error else nullcontext():
+    with pytest.raises(RunFailedError) if error else nullcontext():
         worker.run()
     reported = Mock()
     Recorder.fail(reported, worker.actor.failed)

@@ -17,11 +17,11 @@ from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, batches, make_j
 from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint, samples_digest
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
+from vit_ray.outcomes import RunFailedError
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker import attempt
 from vit_ray.worker.attempt import Attempt
-from vit_ray.worker.job import UnrecoverableError
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_and_another_error_is_left_
 
     job = make_job(tmp_path, data={"eval": "somewhere"})
     worker = Worker(job, evaluation_batches=too_large)
-    with pytest.raises(UnrecoverableError, match=r"evaluate\.batch_size=256"):
+    with pytest.raises(RunFailedError, match=r"evaluate\.batch_size=256"):
         worker.run()
     assert worker.actor.failed is not None
     worker = Worker(make_job(tmp_path / "other"), FakeEngine(on_backward=crash))
@@ -204,9 +204,9 @@ def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer():
 @pytest.mark.parametrize(
     ("policy", "in_a_row", "expected"),
     [
-        ("stop", 1, pytest.raises(UnrecoverableError, match="=stop with 1 such")),
+        ("stop", 1, pytest.raises(RunFailedError, match="=stop with 1 such")),
         ("skip", 2, nullcontext()),
-        ("skip", 3, pytest.raises(UnrecoverableError, match="=skip with 3 such")),
+        ("skip", 3, pytest.raises(RunFailedError, match="=skip with 3 such")),
     ],
 )
 def test_a_step_that_is_not_finite_is_told_and_ends_the_run_as_the_recipe_says(

@@ -12,8 +12,9 @@ import pytest
 import ray
 import torch
 
+from vit_ray.outcomes import RunFailedError
 from vit_ray.training.loop import Batch
-from vit_ray.worker.job import UnrecoverableError, with_unrecoverable_errors
+from vit_ray.worker.job import with_stream_errors
 from vit_ray.worker.prefetch import Prefetched, device_batches
 
 
@@ -89,8 +90,8 @@ def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go():
 @pytest.mark.parametrize(
     ("cause", "depth", "expected"),
     [
-        (ValueError("too many bad"), 1, UnrecoverableError),
-        (ValueError("too many bad"), 2, UnrecoverableError),
+        (ValueError("too many bad"), 1, RunFailedError),
+        (ValueError("too many bad"), 2, RunFailedError),
         (ValueError("too many bad"), 0, ValueError),
         (OSError("the storage is away"), 1, ray.exceptions.RayTaskError),
     ],
@@ -104,9 +105,9 @@ def test_a_tasks_own_value_error_is_not_met_again_by_a_restart(cause, depth, exp
         yield batch(0)
         raise error
 
-    read = with_unrecoverable_errors(batches())
+    read = with_stream_errors(batches())
     next(read)
     with pytest.raises(Exception, match=str(cause)) as raised:
         next(read)
     assert isinstance(raised.value, expected)
-    assert isinstance(raised.value, UnrecoverableError) == (expected is UnrecoverableError)
+    assert isinstance(raised.value, RunFailedError) == (expected is RunFailedError)

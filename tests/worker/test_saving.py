@@ -29,13 +29,12 @@ from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig
-from vit_ray.outcomes import LockLostError
+from vit_ray.outcomes import LockLostError, RunFailedError
 from vit_ray.storage import locate
 from vit_ray.training.collectives import read_by_first
 from vit_ray.training.training_state import fill_on_all_ranks
 from vit_ray.worker import saving
 from vit_ray.worker.attempt import reported_failures
-from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import gather_by_own_group, make_position, restore_newest
 
 
@@ -91,7 +90,7 @@ def test_the_next_save_waits_until_the_last_is_written_and_takes_its_memory(tmp_
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (OSError("disk full"), UnrecoverableError),
+        (OSError("disk full"), RunFailedError),
         (LockLostError("has been taken over"), LockLostError),
         # A rank that is late ends the attempt, after which the driver starts another group.
         (RuntimeError("some worker has not ended its part"), RuntimeError),

@@ -19,11 +19,11 @@ from tests.worker.fakes import BATCH, FakeEngine, make_job, short_recipe
 from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.models import build_model
+from vit_ray.outcomes import RunFailedError
 from vit_ray.training import memory_estimate
 from vit_ray.worker import worker
 from vit_ray.worker.attempt import smaller_micro_batch
 from vit_ray.worker.entry import GroupBackend, use_own_interface
-from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.worker import initial_model, set_up_attempt, training_device
 
@@ -35,9 +35,9 @@ MODEL = {"name": "ViT", "image_size": 16, **TINY}
 def test_the_fewest_images_that_do_not_fit_end_the_run(tmp_path, mixup, fewest):
     job = make_job(tmp_path, train={"mixup": mixup})
     assert smaller_micro_batch(job, 3).limit == fewest
-    with pytest.raises(UnrecoverableError, match=f"a pass of {fewest} does not fit") as caught:
+    with pytest.raises(RunFailedError, match=f"a pass of {fewest} does not fit") as caught:
         smaller_micro_batch(job, fewest)
-    assert type(caught.value) is UnrecoverableError  # the others may have room
+    assert type(caught.value) is RunFailedError  # the others may have room
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_a_host_that_lacks_the_users_module_or_weights_ends_the_run_at_once(
         return model_of(job, loads_weights=model is MODEL)
 
     monkeypatch.setattr(worker, "set_up_attempt", set_up)
-    with pytest.raises(UnrecoverableError, match=told) as caught:
+    with pytest.raises(RunFailedError, match=told) as caught:
         worker.begin(job, RunLink(job.record, 0), *[job] * 2)
-    assert type(caught.value) is UnrecoverableError  # others may have it
+    assert type(caught.value) is RunFailedError  # others may have it
 
 
 def test_the_stream_starts_again_where_an_older_checkpoint_is_restored(tmp_path, monkeypatch):

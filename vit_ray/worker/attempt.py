@@ -41,7 +41,6 @@ from vit_ray.worker.job import (
     NonfiniteError,
     SmallerMicroBatchError,
     TrainJob,
-    UnrecoverableError,
 )
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver
@@ -92,7 +91,7 @@ class Attempt:
         """Train to the end.
 
         Raises:
-            UnrecoverableError: a restart would meet the same error.
+            RunFailedError: a restart would meet the same error.
             SmallerMicroBatchError: a pass did not fit into memory; the next attempt takes fewer
                 images.
         """
@@ -174,7 +173,7 @@ class Attempt:
         """Give the progress to the watchdog, whose heartbeats give it to the display.
 
         Raises:
-            UnrecoverableError: checkpoints can no longer be written.
+            RunFailedError: checkpoints can no longer be written.
         """
         self.link.watchdog.note_step(step)
         self.link.clock.note_step(wait_s)
@@ -318,11 +317,11 @@ def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
         failed: images per pass that did not fit.
 
     Raises:
-        UnrecoverableError: the smallest possible pass did not fit.
+        RunFailedError: the smallest possible pass did not fit.
     """
     minimum = job.recipe.train.pass_multiple
     if failed <= minimum:
-        raise UnrecoverableError(
+        raise RunFailedError(
             f"a pass of {failed} does not fit into device memory, and no smaller one is possible; "
             "use train.zero_stage=3, train.activation_checkpointing=1 or train.offload=true, or a "
             "smaller model"

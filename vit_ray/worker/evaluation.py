@@ -19,13 +19,13 @@ from vit_ray.evaluation.few_shot import FewShot
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.measure.meters import is_out_of_memory
 from vit_ray.metric_names import DEV_GROUP, EVAL_GROUP, few_shot_top1
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, RunFailedError
 from vit_ray.own_parts import own_part
 from vit_ray.training.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.training.engine import DeepSpeedEngine, Predictor
 from vit_ray.training.loop import Batch, EvaluationCutError, as_tensor
 from vit_ray.training.objective import classification_loss, normalize, per_image
-from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError, with_unrecoverable_errors
+from vit_ray.worker.job import Streams, TrainJob, with_stream_errors
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink
 
@@ -52,7 +52,7 @@ class Evaluator:
 
         Raises:
             EvaluationCutError: some rank was asked to stop, or wants a checkpoint at once.
-            UnrecoverableError: a batch does not fit into memory.
+            RunFailedError: a batch does not fit into memory.
             ValueError: in a run that only evaluates, metrics cannot be computed.
         """
         self._link.watchdog.expect_long_step()
@@ -72,7 +72,7 @@ class Evaluator:
             if not is_out_of_memory(error):
                 raise
             size = self._job.recipe.evaluate.batch_size
-            raise UnrecoverableError(
+            raise RunFailedError(
                 f"evaluate.batch_size={size}: a batch does not fit into device memory; lower it"
             ) from error
 
@@ -141,7 +141,7 @@ class Evaluator:
         # At most the images of one rank: more rows would be padding.
         num_images = -(-job.num_evaluated[name] // self._link.world_size)
         size = min(job.recipe.evaluate.batch_size, num_images)
-        batches = with_unrecoverable_errors(self._streams.evaluation_batches(name, size))
+        batches = with_stream_errors(self._streams.evaluation_batches(name, size))
         # The host uses everything but the images.
         for batch in device_batches(batches, device, pinned=("image",)):
             self._link.watchdog.expect_long_step()

@@ -72,11 +72,7 @@ class Streams(Protocol):
         """An evaluation stream: each image once, in order."""
 
 
-class UnrecoverableError(RunFailedError):
-    """A restart would meet the same error: the run must end."""
-
-
-class NonfiniteError(UnrecoverableError):
+class NonfiniteError(RunFailedError):
     """Raised by all workers at the same step, so none waits for another."""
 
 
@@ -91,8 +87,8 @@ class SmallerMicroBatchError(RuntimeError):
         return str(self.args[0])
 
 
-def with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches; an error that a restart would meet again is an `UnrecoverableError`.
+def with_stream_errors(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; an error that a restart would meet again is a `RunFailedError`.
 
     Such as too many bad images: a ValueError of the stream.
     """
@@ -101,5 +97,5 @@ def with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
     except Exception as error:
         cause = original_error(error)
         if cause is not error and isinstance(cause, ValueError):
-            raise UnrecoverableError(without_retry_note(str(cause))) from None
+            raise RunFailedError(without_retry_note(str(cause))) from None
         raise

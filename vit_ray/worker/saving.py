@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, RunFailedError
 from vit_ray.training.collectives import read_by_first
 from vit_ray.training.engine import DeepSpeedEngine
-from vit_ray.worker.job import TrainJob, UnrecoverableError
+from vit_ray.worker.job import TrainJob
 from vit_ray.worker.run_link import RunLink
 
 # Longest wait for the previous checkpoint, with all retries while storage is away.
@@ -84,7 +84,7 @@ class CheckpointSaver:
             The seconds that training waited.
 
         Raises:
-            UnrecoverableError: as `wait_until_written`, for the previous checkpoint.
+            RunFailedError: as `wait_until_written`, for the previous checkpoint.
         """
         start_s = time.perf_counter()
         with self._link.watchdog.paused():  # `wait_until_written` has a limit
@@ -104,7 +104,7 @@ class CheckpointSaver:
             The memory of its snapshot, which may now be overwritten.
 
         Raises:
-            UnrecoverableError: as `check`.
+            RunFailedError: as `check`.
             RuntimeError: as `check`.
             TimeoutError: the storage does not answer.
         """
@@ -122,13 +122,13 @@ class CheckpointSaver:
         """Raise the error that ended the writing, if any; does not wait.
 
         Raises:
-            UnrecoverableError: too many checkpoints in a row could not be written.
+            RunFailedError: too many checkpoints in a row could not be written.
             LockLostError: another driver has taken over the run.
             RuntimeError: some rank has died or is late.
         """
         error = self._writing.exception() if self._writing.done() else None
         if isinstance(error, OSError):
-            raise UnrecoverableError(str(error)) from error
+            raise RunFailedError(str(error)) from error
         if error is not None:
             raise error  # the next group of workers can save again
 

@@ -12,7 +12,7 @@ from torch import nn
 from vit_ray.checkpoints.checkpoint import Checkpoint, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, shared_folder
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import EventKind, RunFailedError
 from vit_ray.training.collectives import all_max, all_sum, read_by_first
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
@@ -20,7 +20,7 @@ from vit_ray.training.memory_estimate import chosen_micro_batch
 from vit_ray.training.objective import build_objective, load_initial_weights, make_loss
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
-from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError, with_unrecoverable_errors
+from vit_ray.worker.job import Streams, TrainJob, with_stream_errors
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver, gather_by_own_group, restore_newest
@@ -51,7 +51,7 @@ def begin(job: TrainJob, link: RunLink, streams: Streams, device: torch.device) 
     """Set up the training, or evaluate; None if nothing remains to train.
 
     Raises:
-        UnrecoverableError: a ValueError, which a restart would meet again: there is no usable
+        RunFailedError: a ValueError, which a restart would meet again: there is no usable
             checkpoint, or perhaps this host alone lacks a file or module of the user's.
     """
     try:
@@ -59,7 +59,7 @@ def begin(job: TrainJob, link: RunLink, streams: Streams, device: torch.device) 
             return set_up_attempt(job, link, streams, device)
         evaluate_alone(job, link, streams, device)
     except ValueError as error:
-        raise UnrecoverableError(str(error)) from error
+        raise RunFailedError(str(error)) from error
     return None
 
 
@@ -171,7 +171,7 @@ def training_batches(
     if samples_seen >= total_samples:
         return iter(())  # at most the last evaluation remains
     batches = streams.training_batches(batch_size // world_size, samples_seen, total_samples)
-    return device_batches(with_unrecoverable_errors(batches), device, BATCHES_AHEAD)
+    return device_batches(with_stream_errors(batches), device, BATCHES_AHEAD)
 
 
 def initial_model(

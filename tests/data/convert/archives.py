@@ -21,7 +21,9 @@ def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> 
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=format) as tar:
         for name, content in files:
-            add(tar, name, content)
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
     return sink.getvalue()
 
 
@@ -95,13 +97,6 @@ def rejections(target: Path) -> dict[str, str]:
     rows = pq.read_table(target / "rejected.parquet").to_pylist()
     assert len({row["key"] for row in rows}) == len(rows)
     return {row["key"]: row["reason"] for row in rows}
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """A file of an archive."""
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    tar.addfile(info, io.BytesIO(content))
 
 
 def message(number: int, content: bytes) -> bytes:

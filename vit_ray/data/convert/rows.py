@@ -161,8 +161,10 @@ class Row:
             return _read_version(location, max(self.offset, 0), self.length, self.version)
         if self.offset != WHOLE_FILE:
             content = location.read_range(self.offset, self.length)
+        elif location.is_local:
+            content = _read_file(location)
         else:
-            content = _read_file(location) if location.is_local else location.read()
+            content = location.read_range(0, MOST_IMAGE_BYTES)  # a cut image is rejected as damaged
         # After the read, as the file may change during it.
         if self.version is not None and location.info().version != self.version:
             raise SourceChangedError(self.path)
@@ -177,8 +179,8 @@ def _read_file(location: Location) -> bytes:
     forms = (unicodedata.normalize(form, location.path) for form in ("NFC", "NFD"))
     path = next(filter(os.path.exists, (location.path, *forms)), location.path)
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_IMAGE_BYTES:
+        raise ValueError(f"{path} is not a regular file of at most {MOST_IMAGE_BYTES:,} bytes")
     return replace(location, path=path).read()
 
 

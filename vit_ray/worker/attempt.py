@@ -97,11 +97,6 @@ class Attempt:
         """
         try:
             self._train()
-        except NonfiniteError:  # all ranks are alive: they can still finish the last checkpoint
-            self.link.watchdog.allow(math.inf)
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                self.saver.wait_until_written()
-            raise
         except RuntimeError as error:
             if isinstance(error, RunFailedError) or not is_out_of_memory(error):
                 raise
@@ -259,6 +254,10 @@ class Attempt:
         )
         self.link.note(EventKind.NOT_FINITE, text, step)
         if nonfinite == "stop" or progress.nonfinite_steps >= MAX_NONFINITE_STEPS:
+            self.link.watchdog.allow(math.inf)
+            # All ranks are alive: they can still finish the last checkpoint.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self.saver.wait_until_written()
             raise NonfiniteError(
                 f"{text}. train.nonfinite={nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "

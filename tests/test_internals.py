@@ -56,4 +56,4 @@ def test_ray_datas_advice_on_retries_is_taken_off_an_error():
     )  # fmt: skip
     assert "DataContext" in str(error)
     assert ray_internals.without_retry_note(str(error)) == text
-    assert cause(error) == "or has failed to load"
+    assert cause(error, {}) == "or has failed to load"

@@ -78,7 +78,7 @@ def test_the_node_of_a_failure_is_that_of_the_only_worker_that_did_not_lose_anot
 
 
 def test_a_host_without_memory_is_named_with_its_figures_in_place_of_the_lost_connections():
-    text = cause(failed(BY_PEER, hidden(ray.exceptions.OutOfMemoryError(MEMORY))))
+    text = cause(failed(BY_PEER, hidden(ray.exceptions.OutOfMemoryError(MEMORY))), {})
     assert text.startswith("worker 1: host 10.0.0.7 ran out of memory (60.80GB used / 64.00GB")
     assert text.endswith("worker 0: Connection closed by peer")
 

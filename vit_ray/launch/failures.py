@@ -20,7 +20,7 @@ _MAX_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
 
-def cause(error: BaseException, worker_info: Mapping[int, WorkerPlace] | None = None) -> str:
+def cause(error: BaseException, worker_info: Mapping[int, WorkerPlace]) -> str:
     """The workers' errors, without Ray's frames; lost connections come last.
 
     A worker that dies breaks the connections of the other ranks.
@@ -28,7 +28,6 @@ def cause(error: BaseException, worker_info: Mapping[int, WorkerPlace] | None = 
     Args:
         worker_info: of the workers by rank, as far as known.
     """
-    worker_info = worker_info or {}
     failures = _worker_failures(error)
     if not failures:
         return _text(getattr(error, "controller_failure", error))

@@ -209,11 +209,10 @@ class Run:
                 give_back(watch.group_id())
         if (limit := micro_batch_limit(error)) is not None:
             self._job = replace(self._job, micro_batch_limit=limit)
-        if error is not None or not watch.is_resizing:
-            return Ended(error)
+        goes_on = error is None and watch.is_resizing
         with contextlib.suppress(*_UNAVAILABLE):
-            return Ended(goes_on=not has_ended(self._job, self._job.record.status()))
-        return Ended(goes_on=True)
+            goes_on = goes_on and not has_ended(self._job, self._job.record.status())
+        return Ended(error, goes_on)
 
     def _trainer(self, place: Place) -> Any:
         # Imported here, in a thread: torch takes seconds.

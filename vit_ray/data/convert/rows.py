@@ -18,7 +18,7 @@ from typing import Final, Literal
 import pyarrow as pa
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.storage import Location, check_reachable, locate, naming
+from vit_ray.storage import Location, check_reachable, is_of_the_store, locate, naming
 
 # The offset of an image that is a separate file, and the length of an image of unknown size.
 WHOLE_FILE: Final = -1
@@ -148,11 +148,12 @@ class Row:
         except OSError as error:
             if self.version is not None and isinstance(error, FileNotFoundError):
                 raise SourceChangedError(self.path) from error
+            is_refused = not location.is_local and not is_of_the_store(error)  # an odd name
             is_of_the_file = isinstance(error, _FILE_ERRORS) or error.errno in _FILE_ERRNOS
-            if self.offset != WHOLE_FILE or not is_of_the_file:
+            if self.offset != WHOLE_FILE or not (is_of_the_file or is_refused):
                 raise  # many images are in an archive or in the file of packed images
-            if isinstance(error, PermissionError):
-                check_reachable(location)  # raises if the credentials are refused for all objects
+            if not isinstance(error, FileNotFoundError):
+                check_reachable(location)  # raises if the store refuses all objects
             raise ValueError(f"it cannot be read: {error}") from error
 
     def _content(self, location: Location) -> bytes:

@@ -55,6 +55,7 @@ def named(names: Any, told: str) -> Case:
     return case(told, {"a.parquet": parquet(columns, class_label(names))})
 
 
+TWO_SETS = ("00000-of-00001", "00000-of-00002", "00001-of-00002")
 FORMATS = [
     case("no such folder", {}, "/nothing"),
     case("has no files of the format", {}),
@@ -71,7 +72,8 @@ FORMATS = [
     case(r"001\.tar'; .* 1 of the 3", {"000.tar": TAR, "002.tar": TAR}, "/{000..002}.tar"),
     case(r"x\*\.tar'; nothing matches 1 of the 1", {"0.tar": TAR}, "/x*.tar"),
     case("more than 100,000 files", {}, "/{0..9999}{0..9999}"),
-    case("are missing, the first 00000", {"pets-train.tfrecord-00001-of-00002": RECORD}),
+    case("are missing, .*, the first 00000", {"pets-train.tfrecord-00001-of-00002": RECORD}),
+    case("another number, the first 00000-of-00001", {f"a-{n}.parquet": HUB for n in TWO_SETS}),
     csv("path,label\n0.jpg,cat\n".encode("utf-16"), "UTF-16; save it as UTF-8"),
     case(r"b\.parquet is damaged at byte .*footer", {"a.parquet": HUB, "b.parquet": HUB[:-100]}),
     case("or more data after an end marker", {"a.tar": TAR + TAR}),

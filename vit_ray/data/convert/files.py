@@ -87,16 +87,18 @@ def choose_split(
 
 
 def check_complete(paths: Sequence[str], source: str) -> None:
-    """Raises ValueError if one of `NAME-00000-of-00003` to `NAME-00002-of-00003` is missing."""
-    sets: dict[tuple[str, int], set[int]] = {}
+    """Raises ValueError if files named `NAME-00000-of-00003` are not all of one set of shards."""
+    sets: dict[str, set[tuple[int, int]]] = {}
     for shard in filter(None, map(_SHARD.fullmatch, paths)):
-        sets.setdefault((shard[1], int(shard[3])), set()).add(int(shard[2]))
-    for (name, count), numbers in sets.items():
-        if missing := sorted({*range(count)} - numbers):
+        sets.setdefault(shard[1], set()).add((int(shard[2]), int(shard[3])))
+    for name, shards in sets.items():
+        count = max(count for _, count in shards)
+        if odd := sorted({(number, count) for number in range(count)} ^ shards):
             raise ValueError(
-                f"convert.source={source!r}: {len(missing)} of the {count} shards of {name!r} are "
-                f"missing, the first {missing[0]:05d}; add them, or name the files that are to be "
-                "taken in braces, such as {00000..00001}"
+                f"convert.source={source!r}: {len(odd)} of the {count} shards of {name!r} are "
+                f"missing, or there are shards of another number, the first {odd[0][0]:05d}-of-"
+                f"{odd[0][1]:05d}; add or remove them, or name the files that are to be taken in "
+                "braces, such as {00000..00001}"
             )
 
 

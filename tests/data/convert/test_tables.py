@@ -184,7 +184,7 @@ def test_rows_are_those_of_pythons_csv(folder, delimiter):
 
 
 def test_a_header_may_span_lines(folder):
-    header = '\ufeffpath,label,"a note\nof two lines",caption\r\n'
+    header = '\ufeffPath,Label,"a note\nof two lines",caption\r\n'
     write_files(folder, {"list.csv": f"{header}000.jpg,cat,x,y\r\n"})
     found = converted(folder / "list.csv", folder / "set", columns=["caption"])
     assert labels_of(found) == {"000.jpg": "cat"}

@@ -91,7 +91,7 @@ def chosen_field(
 
     Args:
         what: `image` or `label`, as in `convert.image_field`.
-        wanted: the user's choice; None takes the only usual name that exists.
+        wanted: the user's choice; None takes the only usual name that exists, in any case.
         names: the existing fields.
         subject: begins the error message.
 
@@ -99,7 +99,7 @@ def chosen_field(
         ValueError: no field or several have the wanted name, or one of the usual names.
     """
     candidates = [wanted] if wanted else list(dict.fromkeys(usual))
-    existing = [name for name in names if name in candidates]
+    existing = [name for name in names if (name if wanted else name.lower()) in candidates]
     if len(existing) == 1:
         return existing[0]
     raise ValueError(

@@ -38,6 +38,10 @@ _ABSOLUTE: Final = "/", "s3://"
 _BATCH_ROWS: Final = {True: 64, False: 4096}
 # Maximum number of rows of a row group; a footer with more is damaged.
 MAX_ROWS: Final = 10_000_000
+# Arrow's types of labels.
+_LABEL_TYPE: Final = re.compile(
+    r"(\w*list(_view)?<\w+: )?(dictionary<values=)?(u?int\d+|(large_)?string(_view)?)\b"
+)
 # Labels of Kaggle's ImageNet: for each box of an image its class and corners.
 _CLASS: Final = r"n[0-9]{8}"
 _BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
@@ -169,7 +173,7 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     """The columns of images and labels.
 
     Raises:
-        ValueError: they are missing, duplicated or ambiguous.
+        ValueError: they are missing, duplicated or ambiguous, or labels are of another type.
     """
     file, config = repr(unit.path), unit.config
     try:  # class names by column, as the datasets library declares them
@@ -181,6 +185,11 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     label_fields = (*LABEL_FIELDS, *declared)
     image = chosen_field("image", config.image_field, IMAGE_FIELDS, schema.names, file)
     label = chosen_field("label", config.label_field, label_fields, schema.names, file)
+    if not _LABEL_TYPE.match(str(schema.field(label).type)):
+        raise ValueError(
+            f"{file}: its label column {label!r} is {schema.field(label).type}, not integers, "
+            "text, or lists of one of them"
+        )
     is_struct = pa.types.is_struct(schema.field(image).type)
     class_names = checked_names(declared[label], file) if label in declared else None
     return Columns(image, f"{image}.bytes" if is_struct else image, label, class_names)
@@ -246,7 +255,7 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
                 yield Row(f"{unit.path}#{number}", problem=problem)
         elif row:
             fields: dict[str, Any] = dict(zip(names, row, strict=True))
-            if label == "labels":
+            if label.lower() == "labels":
                 fields[label] = list(filter(str.strip, fields[label].split(";")))
             elif _BOXES.fullmatch(fields[label]):
                 fields[label] = re.findall(_CLASS, fields[label])

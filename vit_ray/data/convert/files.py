@@ -78,7 +78,7 @@ def choose_split(
             f"or convert.split={_ALL_SPLITS} to make one data set from all of them",
             tuple(splits),
         )
-    if wanted in (None, _ALL_SPLITS):
+    if wanted is None or wanted == _ALL_SPLITS:
         return list(split_of_item)
     named = named_split(wanted) or wanted
     if named not in splits:

@@ -33,6 +33,7 @@ from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
 
 from vit_ray.data.convert.labels import (
+    IMAGE_FIELDS,
     LABEL_FIELDS,
     MAX_TEXT_BYTES,
     chosen_field,
@@ -41,7 +42,6 @@ from vit_ray.data.convert.labels import (
     row_or_problem,
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
-from vit_ray.data.convert.tables import IMAGE_FIELDS
 from vit_ray.data.images import IMAGE_SUFFIXES, decode, is_hidden
 from vit_ray.storage import Location, is_of_the_store, locate
 

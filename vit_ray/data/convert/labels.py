@@ -20,6 +20,8 @@ from vit_ray.data.convert.rows import LabelKind, Row
 
 # Maximum size of a text file in a tar shard, and of a line of a list.
 MAX_TEXT_BYTES: Final = 1 << 20
+# Usual names of fields, in lower case, of encoded images and of labels.
+IMAGE_FIELDS: Final = ("image", "img", "jpg", "picture", "image/encoded")
 LABEL_FIELDS: Final = ("label", "labels", "fine_label", "cls", "class")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
 # An index without leading zeros, of at most a million classes.

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.data.convert.labels import (
+    IMAGE_FIELDS,
     LABEL_FIELDS,
     checked_names,
     chosen_field,
@@ -31,7 +32,6 @@ from vit_ray.data.images import is_image_name
 from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.storage import is_of_the_store, locate
 
-IMAGE_FIELDS: Final = ("image", "img", "jpg", "picture", "image/encoded")
 _PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
 _ABSOLUTE: Final = "/", "s3://"
 # Rows of a batch: with images, and without.

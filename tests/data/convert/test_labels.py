@@ -92,6 +92,8 @@ def test_indices_without_names_keep_their_places():
     for wrong in ("-1", "cat", "01", "999999999999"):
         with pytest.raises(ValueError, match=rf"\['{wrong}'\] are not indices of the 1 classes"):
             names_of({"0", wrong}, "text", "indices")
+    with pytest.raises(ValueError, match="are not indices"):
+        names_of({"cat", "dog"}, "text", "indices")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

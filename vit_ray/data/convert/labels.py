@@ -234,7 +234,7 @@ def classes_of(
     names = list(config.classes or next(iter(declared), ()))
     if not names and config.labels_are == "indices":
         indices = map(int, filter(_INDEX.fullmatch, facts.labels))
-        names = list(map(str, range(max(indices, default=-1) + 1)))
+        names = list(map(str, range(max(indices, default=0) + 1)))
     if names:
         texts = _labels_of_classes(names, facts, config.labels_are)
     else:

@@ -30,12 +30,9 @@ def write_source(source: Path, count: int = 20) -> dict[str, str]:
         if not (folder / name).exists():
             write_files(folder, {name: jpeg(i, 40, 50)})
     if source.suffix == ".csv":
-        write_list(source, rows)
+        lines = [f"{path},{name}\n" for path, name in rows.items()]
+        source.write_text("".join(["path,label\n", *lines]))
     return rows
-
-
-def write_list(file: Path, rows: dict[str, str]) -> None:
-    file.write_text("path,label\n" + "".join(f"{path},{name}\n" for path, name in rows.items()))
 
 
 def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:

@@ -101,7 +101,7 @@ class IndexColumn:
         if not self._is_indexed[row]:
             return None
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        index = RestartIndex(*self._numbers[row], offsets)
+        index = RestartIndex(*(*self._numbers[row], offsets))
         if not index.fits(size, num_bytes):
             raise ValueError("its restart index is not that of its bytes")
         return index

@@ -148,11 +148,13 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
     pca = PCA(min(count, *filters.shape), svd_solver="full")  # draws no random numbers
-    pca.fit(filters)
+    with np.errstate(invalid="ignore"):  # shares of a variance of 0
+        pca.fit(filters)
     images = pca.components_.reshape(-1, *kernel.shape[1:]).transpose(0, 2, 3, 1)
     low, high = images.min((1, 2, 3), keepdims=True), images.max((1, 2, 3), keepdims=True)
     stretched = (images - low) / np.maximum(high - low, np.finfo(float).tiny)
-    return stretched.astype(np.float32), pca.explained_variance_ratio_.astype(np.float32)
+    variance = np.nan_to_num(pca.explained_variance_ratio_)
+    return stretched.astype(np.float32), variance.astype(np.float32)
 
 
 def position_vectors(model: VisionTransformer) -> FloatArray | None:

@@ -352,11 +352,14 @@ def test_a_copied_folder_has_a_run_of_its_own_and_its_original_keeps_its_curve(c
     assert history(config.uri, copied) == [(1, 1.0), (3, 3.0)]
 
 
-def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(config, log_path):
+def test_a_child_waits_for_the_run_of_its_parent_also_after_its_driver_has_died(config, log_path):
     deleted = recorded(config, "sweep", log_path).run_id
     MlflowClient(config.uri).delete_run(deleted)
+    for _ in range(2):
+        child = started(config, "trial", log_path.with_name("trial.jsonl"), parent_log=log_path)
+        assert child.run_id is None
+        child.stop(0.0)  # its driver dies
     child = started(config, "trial", log_path.with_name("trial.jsonl"), parent_log=log_path)
-    assert child.run_id is None
     parent = started(config, "sweep", log_path)
     assert child.finish(timeout_s=60)
     assert run_of(config.uri, child.run_id).data.tags[PARENT_TAG] == parent.run_id != deleted

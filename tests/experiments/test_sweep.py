@@ -164,10 +164,9 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     assert [row.outcome.top1 for row in found.rows] == ([0.1, 0.2] if averaging else [0.9, 0.8])
     assert found.test_top1 == [best if averaging else 1 - best] * 2
     accuracy = "eval/averaged_top1" if averaging else "eval/top1"
-    assert calls.results.call_args.args[1][accuracy] == found.mean
-    assert (
-        next(iter(calls.results.call_args.args[1])) == "eval/top1"
-    )  # what MLflow's pages show first
+    _, results = calls.results.call_args.args
+    assert results[accuracy] == found.mean
+    assert next(iter(results)) == "eval/top1"  # what MLflow's pages show first
     key, text = calls.tag.call_args.args  # whether MLflow answers or not
     assert key == "mlflow.note.content"
     assert text.startswith(f"Of 2 trials, learning_rate={best} won (dev ")

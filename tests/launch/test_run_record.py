@@ -102,7 +102,7 @@ def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(tmp_p
 def record(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """Stands for the recorder; `finish` returns what MLflow does not have."""
     made = MagicMock(log_path=Path("log"), run_name="run", command="vit-ray pretrain")
-    made.finish.return_value = ""
+    made.open.return_value = made.finish.return_value = ""
     monkeypatch.setattr(module, "start_recorder", lambda *_: made)
     monkeypatch.setattr(module, "log_models_later", lambda *_: made.log_models())
     return made
@@ -131,6 +131,13 @@ def test_a_record_says_how_its_run_has_ended_and_an_error_passes(
             raise error
     reason = [call.tag("vit_ray.failure", str(error))] if status == "FAILED" else []
     assert record.mock_calls[3:] == [*reason, call.finish(status), call.log_models()]
+
+
+def test_a_trial_that_starts_again_gives_back_the_place_of_its_dead_process(record, monkeypatch):
+    record.open.return_value = "00"
+    monkeypatch.setattr(module, "give_back", record.give_back)
+    with opened():
+        assert record.mock_calls[1] == call.give_back("00")
 
 
 @pytest.mark.parametrize("fault", [None, "away", "died"])

@@ -98,8 +98,11 @@ def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(here
     first = recorded_here(opening_of(tmp_path), here)
     first.metrics(1, {"train/loss": 1.0})
     run_id = first.run_id()
+    first.heartbeat(0, 0, WorkerPlace("10.0.0.1", "a", "", 0, "00"))
     # Of a trial that was started again.
-    second = recorded_here(replace(opening_of(tmp_path), run_id=run_id), here)
+    opening = replace(opening_of(tmp_path), run_id=run_id)
+    second = Recorder(here, opening.log_path, opening.run_name)
+    assert [second.open(opening) for _ in range(2)] == ["00", ""]
     assert second.run_id() == run_id
     second.metrics(3, {"train/loss": 1.0})
     assert not second.finish("FINISHED")

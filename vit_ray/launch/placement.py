@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -198,3 +198,10 @@ class PlaceFinder:
             yield group
         finally:
             remove_placement_group(group)
+
+
+def give_back(group: str) -> None:
+    """Remove a placement group by its id, if any: Ray keeps it if its controller or trial dies."""
+    with suppress(ray.exceptions.RayError):
+        if group:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))

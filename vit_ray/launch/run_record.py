@@ -27,6 +27,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.recipe import EVALUATED_SETS, is_trained
 from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.placement import give_back
 from vit_ray.launch.resolved_run import ResolvedRun
 from vit_ray.metric_names import (
     STUDY_EXAFLOPS,
@@ -97,7 +98,7 @@ def _open_run(opening: RunOpening, parent: OpenRun | None) -> Iterator[OpenRun]:
     else:
         record = replace(parent.record, log_path=path, run_name=name)
         opening = replace(opening, parent_log=parent.record.log_path)
-    record.open(opening)
+    give_back(record.open(opening))
     run = OpenRun(record)
     status: Status = "FAILED"
     try:

@@ -25,8 +25,6 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 # The classes that `ray.train` has at run time; type checkers see those of its version 1 there.
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
-from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup
 
 from vit_ray.addresses import redact
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
@@ -35,7 +33,7 @@ from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.connection import ClusterShape, has_dashboard, variables
 from vit_ray.launch.failures import FailingNodes, cause, counts, failing_node, micro_batch_limit
-from vit_ray.launch.placement import STRATEGY, Place, PlaceFinder
+from vit_ray.launch.placement import STRATEGY, Place, PlaceFinder, give_back
 from vit_ray.outcomes import EventKind, RunFailedError, RunStoppedError
 from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
 from vit_ray.storage import locate
@@ -340,13 +338,6 @@ def has_ended(job: TrainJob, status: RunStatus) -> bool:
         return False
     newest = newest_checkpoint(locate(job.recipe.run_folder))
     return newest is not None and newest.position.progress.is_over(job.total_steps)
-
-
-def give_back(group: str) -> None:
-    """Remove a placement group by its id, if any: Ray keeps it when a controller dies."""
-    with contextlib.suppress(ray.exceptions.RayError):
-        if group:
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
 
 
 def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:

@@ -99,14 +99,18 @@ class Recorder(Records):
     def _ask(self, limit_s: float, method: str, *args: Any) -> Any:
         return _answer(self.actor.ask.remote(self.log_path, method, *args), limit_s)
 
-    def open(self, opening: RunOpening) -> None:
+    def open(self, opening: RunOpening) -> str:
         """Open the run; returns when its start record is on disk.
+
+        Returns:
+            The placement group of its workers if a process of this command opened it and died, as
+            that of a trial; else empty.
 
         Raises:
             RuntimeError: the process of an earlier driver still writes the log.
         """
         _last_calls.pop(self.log_path, None)
-        _answer(self.actor.open.remote(opening), ANSWER_S)
+        return _answer(self.actor.open.remote(opening), ANSWER_S)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
         """Store a worker's file, perhaps from another node, in the run's folder and in MLflow."""

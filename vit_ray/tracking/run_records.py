@@ -301,15 +301,18 @@ class RunRecords:
         self._runs: dict[Path, _Run] = {}
         self._locks: dict[Path, threading.RLock] = {}  # locked while a run is opened
 
-    def open(self, opening: RunOpening) -> None:
+    def open(self, opening: RunOpening) -> str:
+        """Open a run; returns the workers' placement group of a process that opened it and died."""
         with self._lock_of(opening.log_path):
             earlier = self._runs.get(opening.log_path)
             if earlier is not None and earlier.key == opening.key:
-                return
+                return ""
             if earlier is not None:  # either finished, or the process that opened it died
                 earlier.record("finish", {"status": "KILLED"}, uuid.uuid4().hex)
                 earlier.close()
             self._open(opening.log_path, opening)
+            workers = earlier.state.places().values() if earlier else ()
+            return max((worker.group for worker in workers), default="")
 
     def write(self, path: Path, kind: str, values: Record, record_id: str, before: str) -> str:
         """Write a record; returns why it could not be written, or an empty text.

@@ -204,9 +204,12 @@ def load(
     if isinstance(recipe, (str, os.PathLike)):
         recipe = load_recipe(Path(recipe), overrides)
     else:
-        tree = used_sections(weights.position.recipe) if weights.position else published_use(source)
         if recipe is not None:
-            tree = recipe.model_dump(mode="json")
+            tree: dict[str, Any] | None = recipe.model_dump(mode="json")
+        elif weights.position:
+            tree = used_sections(weights.position.recipe)
+        else:
+            tree = published_use(source)
         if tree is None and not overrides:
             raise ValueError(
                 f"{source!r} does not record its model; give the recipe that trained it, or the "

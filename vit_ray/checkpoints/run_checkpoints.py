@@ -210,7 +210,7 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
             warn(f"{error}; given up, its {COMMIT} is renamed to {_ABANDONED}")
         else:
             raise ValueError(
-                f"resume=from_zero, but run {run_folder.path} has a checkpoint that can be used "
+                f"resume=from_zero, but run {run_folder.uri} has a checkpoint that can be used "
                 f"(step {below}); set resume=auto to continue it, or choose another name"
             )
     for _, folder in list_checkpoints(run_folder):

@@ -37,11 +37,7 @@ from vit_ray.training.loop import Batch, RankContext, SkippedStep, TrainingLoop,
 from vit_ray.training.memory_estimate import compute_per_image
 from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator
-from vit_ray.worker.job import (
-    NonfiniteError,
-    SmallerMicroBatchError,
-    TrainJob,
-)
+from vit_ray.worker.job import NonfiniteError, SmallerMicroBatchError, TrainJob
 from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver
 

@@ -124,13 +124,15 @@ class Attempts(Run):
     """A run whose groups each end with an error or in order."""
 
     def __init__(
-        self, folder: Path, *ends: End, failure: RunFailedError | None = None, **workers: Any
-    ) -> None:
+        self, folder: Path, *ends: End, failure: RunFailedError | None = None,
+        is_private: bool = False, **workers: Any,
+    ) -> None:  # fmt: skip
         self.run = FakeRun()
         self.run.failed = failure
         where = {"output": str(folder.parent), "name": folder.name}
         job = replace(make_job(folder, workers=workers, **where), record=self.run)
-        cluster, failing = ClusterShape(1, 4, 2, 0.0), FailingNodes(None)
+        cluster = ClusterShape(1, 4, 2, 0.0, is_private=is_private)
+        failing = FailingNodes(None)
         super().__init__(job, MagicMock(), cluster, failing, use_gpu=False)
         self.finder: Any = self
         self._ends: Iterator[End] = iter(ends)
@@ -186,6 +188,13 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path)
     assert kinds.count(EventKind.WORKER_FAILED) == 5
     assert kinds.count(EventKind.NODE_LEFT_OUT) == 1  # after the second failure, and not again
     assert kinds[2] == EventKind.NODE_LEFT_OUT
+
+
+def test_on_a_single_node_none_is_left_out(tmp_path):
+    attempts = Attempts(tmp_path, *[failed(BY_PEER, BAD_CARD)] * 2, Ended(), is_private=True)
+    attempts.run.at = {1: WorkerPlace("10.0.0.1", "1", "pid 7", 5)}
+    attempts.train()
+    assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED] * 2
 
 
 @pytest.mark.parametrize(("error", "is_counted"), [

@@ -161,7 +161,8 @@ class Run:
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
         if not counts(ended.error):
             return False
-        if host := self._failing.note(failing_node(ended.error, worker_info)):
+        node = None if self._cluster.is_private else failing_node(ended.error, worker_info)
+        if host := self._failing.note(node):
             note = (
                 f"{host}: workers there have failed twice in a row, so groups are placed on other "
                 "nodes while those have room; check its GPUs and its system log"

@@ -27,6 +27,7 @@ from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.run import RunResult
+from vit_ray.outcomes import RunStoppedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,3 +186,12 @@ def test_an_accuracy_has_its_images_and_their_interval_whole_in_a_pipe(capsys):
     # Of a run that was stopped before its first step.
     assert print_result(RunResult(None, "pets", 0, 5, {}, "", False)) == 3
     assert capsys.readouterr().out.splitlines() == ["pets: step 0 of 5", "checkpoint: none"]
+
+
+def test_a_stop_on_request_has_its_own_exit_code_and_its_reason_comes_last(capsys):
+    def stopped() -> None:
+        print("what is finished")
+        raise RunStoppedError("stopped on request")
+
+    assert cli._ended(stopped) == 3
+    assert capsys.readouterr() == ("what is finished\n", "stopped on request\n")

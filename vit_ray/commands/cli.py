@@ -144,6 +144,7 @@ def _ended(run: Callable[[], Any]) -> int:
         )
         return 130
     except RunStoppedError as stopped:
+        sys.stdout.flush()  # the reason comes last
         print(stopped, file=sys.stderr)
         return 3
     except (ValueError, RuntimeError, OSError) as error:

@@ -233,8 +233,10 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> None:
     _print_figures("Top-1 accuracy on the test set", figures)
     if swept.published.run_id is not None:
         from vit_ray.report.page import write_page  # with charts: seconds
+        from vit_ray.tracking.mlflow_client import asking
 
-        print(f"report of all runs: {write_page(recipe, None).page}")
+        with asking(recipe.tracking.uri):
+            print(f"report of all runs: {write_page(recipe, None).page}")
 
 
 def _trained(recipe: Recipe) -> RunResult:

@@ -1,4 +1,4 @@
-"""JPEG files: restart markers that lose nothing, bit-equal crops of a part."""
+"""JPEG files: lost data, restart markers that lose nothing, bit-equal crops of a part."""
 
 import io
 import logging
@@ -18,8 +18,11 @@ from sklearn.datasets import load_sample_images
 
 from tests.data.made_up import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture, saved
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import libjpeg_process, restart_markers
-from vit_ray.data.jpeg import header_segments
+from vit_ray.data.convert.checks import checked
+from vit_ray.data.jpeg import header_segments, read_frame
+from vit_ray.data.libjpeg_process import WARNINGS
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 from vit_ray.data.restart_markers import (
     Libjpeg,
@@ -236,3 +239,23 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tm
         helper.write_text(others)
         with pytest.raises(OSError, match=r"killed 3 times, or did not answer"):
             with_restart_markers(image, Libjpeg(""))
+
+
+def with_lost_sector(image: bytes) -> bytes:
+    """512 zeros in its coded data, at the first place where libjpeg sees nothing of them."""
+    libjpeg, frame = restart_writer(), read_frame(image)
+    for at in range(frame.scan_at + 1000, len(image) - 1000, 97):
+        damaged = image[:at] + bytes(512) + image[at + 512 :]
+        if libjpeg.ask(WARNINGS, damaged) == b"":
+            return damaged
+    raise AssertionError("libjpeg sees them everywhere")
+
+
+def test_a_lost_sector_that_libjpeg_does_not_see_is_damage():
+    """And zeros that are coded data of one colour are none."""
+    flat = encoded(np.full((3000, 4000, 3), (10, 200, 30), np.uint8), optimize=True)
+    assert bytes(64) in flat
+    whole = encoded(CHINA, quality=90)
+    config, zeros = ConvertConfig(source="a", destination="b"), "zeros stand in the place of coded"
+    for image, damage in ((flat, ""), (whole, ""), (with_lost_sector(whole), f"{zeros} data")):
+        assert checked(image, "key", (0,), config, restart_writer()).damage == damage

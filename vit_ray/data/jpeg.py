@@ -19,6 +19,10 @@ _BASELINE: Final = frozenset({0xC0, 0xC1})
 _FRAMES: Final = _BASELINE | {0xC2}
 _SCAN: Final = 0xDA
 _RESTART_INTERVAL: Final = 0xDD
+_CODES: Final = 0xC4
+# Bit in the number of a code table: tables for AC coefficients.
+_AC: Final = 0x10
+_ZEROS: Final = bytes(64)
 # A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
 # restart marker.
 _NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
@@ -197,6 +201,30 @@ def num_scans(image: bytes) -> int:
         # Skip the segment by its length: its content may look like markers.
         at = marker.end() + int.from_bytes(image[marker.end() : marker.end() + 2])
     return count
+
+
+def has_zeroed_data(image: bytes) -> bool:
+    """Whether a part of a baseline file's coded data was overwritten by zeros, such as by a lost
+    sector, which a decoder may not notice.
+
+    If the code of zeros starts a coefficient of the first component, 64 zero bytes would be blocks
+    in which all coefficients are -1, which no picture has. If the code of zeros ends a block, they
+    may be an area of one colour, so the result is False.
+    """
+    frame = read_frame(image)
+    if frame is None or not frame.is_baseline or image.find(_ZEROS, frame.scan_at) < 0:
+        return False
+    symbol_of_zeros = dict[int, int]()  # by table
+    try:
+        for marker, at, length in header_segments(image):
+            table = at + 2
+            while marker == _CODES and table < at + length:
+                symbol_of_zeros[image[table]] = image[table + 17]
+                table += 17 + sum(image[table + 1 : table + 17])
+        # The last segment is the scan's header: number of components, first component, its tables.
+        return symbol_of_zeros.get(_AC | image[at + 4] & 15, 0) & 15 != 0
+    except IndexError:
+        return False
 
 
 def _is_metadata(marker: int) -> bool:

@@ -42,7 +42,7 @@ from vit_ray.data.dataset import (
     STAGING_FOLDER,
 )
 from vit_ray.data.images import TURNS, UInt8Array, decode, is_hidden, open_image, orientation_of
-from vit_ray.data.jpeg import START, encode_jpeg, num_scans, size_of_jpeg
+from vit_ray.data.jpeg import START, encode_jpeg, has_zeroed_data, num_scans, size_of_jpeg
 from vit_ray.data.libjpeg_process import WARNINGS
 from vit_ray.data.restart_markers import Libjpeg, restart_writer, with_restart_markers
 from vit_ray.data.shard_writer import EncodedImage
@@ -187,7 +187,7 @@ def checked(
     writer, damage = libjpeg if config.index_jpeg else None, ""
     stored = None
     # To add restart markers, libjpeg reads the whole file, and fails or warns if it is damaged.
-    if writer is not None and not is_over and not is_large and turn == 1:
+    if writer and not (is_over or is_large or turn != 1 or has_zeroed_data(image)):
         stored = with_restart_markers(image, writer)
     if stored is None:
         # Before the check of the size: a header without data may declare any size.
@@ -233,7 +233,9 @@ def _damage_of(image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig) -> 
     if libjpeg is None or not image.startswith(START):
         return ""
     warnings = libjpeg.ask(WARNINGS, image)
-    damage = "libjpeg cannot read it" if warnings is None else warnings.decode().replace("\n", "; ")
+    lines = ["libjpeg cannot read it"] if warnings is None else warnings.decode().splitlines()
+    lines += ["zeros stand in the place of coded data"] * has_zeroed_data(image)
+    damage = "; ".join(lines)
     ends_early = "premature end" in damage.lower()
     if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
         raise ValueError(f"it is damaged: {damage}")

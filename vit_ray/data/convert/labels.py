@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.rows import LabelKind, Row
 
-# Maximum size of a text file in a tar shard, and of a line of a list.
+# Maximum size of a text file in a tar shard.
 MAX_TEXT_BYTES: Final = 1 << 20
 # Usual names of fields, in lower case, of encoded images and of labels.
 IMAGE_FIELDS: Final = ("image", "img", "jpg", "picture", "image/encoded")

@@ -138,10 +138,7 @@ class Row:
             raise ValueError(self.problem)
         if self.image is not None:
             return self.image
-        if self.length > MOST_IMAGE_BYTES:
-            raise ValueError(
-                f"it has {self.length:,} bytes, and an image at most {MOST_IMAGE_BYTES:,}"
-            )
+        _check_size(self.length)
         location = locate(self.path)
         try:
             return self._content(location)
@@ -165,7 +162,8 @@ class Row:
         elif location.is_local:
             content = _read_file(location)
         else:
-            content = location.read_range(0, MOST_IMAGE_BYTES)  # a cut image is rejected as damaged
+            content = location.read_range(0, MOST_IMAGE_BYTES + 1)
+            _check_size(len(content))
         # After the read, as the file may change during it.
         if self.version is not None and location.info().version != self.version:
             raise SourceChangedError(self.path)
@@ -180,9 +178,15 @@ def _read_file(location: Location) -> bytes:
     forms = (unicodedata.normalize(form, location.path) for form in ("NFC", "NFD"))
     path = next(filter(os.path.exists, (location.path, *forms)), location.path)
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_IMAGE_BYTES:
-        raise ValueError(f"{path} is not a regular file of at most {MOST_IMAGE_BYTES:,} bytes")
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    _check_size(status.st_size)
     return replace(location, path=path).read()
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_IMAGE_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and an image at most {MOST_IMAGE_BYTES:,}")
 
 
 def _read_version(location: Location, start: int, count: int, etag: str) -> bytes:

@@ -155,6 +155,7 @@ MEANINGS: list[tuple[str, Any, Any, dict[str, Any], list[Any]]] = [
     ("a.parquet", [0, 1], None, {"classes": ["1", "0"]}, ["1", "0"]),
     ("a.parquet", [0, 1], CAT_AND_DOG, {"classes": ["dog", "cat"]}, ["cat", "dog"]),
     ("a.parquet", pa.array([0, 1]).dictionary_encode(), CAT_AND_DOG, {}, ["cat", "dog"]),
+    ("a.parquet", [0, 1], CAT_AND_DOG | {"image": [[{"dtype": "int8"}]]}, {}, ["cat", "dog"]),
     ("a.parquet", pa.array([[0], [1]], pa.large_list(pa.int8())), LISTS, {}, ["cat", "dog"]),
     ("a.parquet", FIXED, LISTS, {}, [["cat", "dog"], ["dog", "cat"]]),
     ("a.tar", ["0", "1"], None, {"classes": ["1", "0"], "labels_are": "names"}, ["0", "1"]),

@@ -197,7 +197,7 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
 
 def _names(feature: Any) -> Any:
     # The names of a `ClassLabel`, or of a list of them.
-    if isinstance(feature, list):
+    while isinstance(feature, list):
         feature = feature[0]
     return feature and (feature.get("names") or _names(feature.get("feature")))
 

@@ -77,7 +77,6 @@ class EncodedRows:
         columns = {name: table[name].chunk(0) for name in table.column_names}
         self.images, self.labels, self.keys = columns["image"], columns["labels"], columns["key"]
         self.crc32, self.is_whole = columns["crc32"].to_numpy(), is_whole
-        self.nbytes = int(table.nbytes)
         # Lists, because reading a single number from a numpy array takes microseconds.
         heights, widths = (columns[name].to_pylist() for name in ("height", "width"))
         self.sizes = list(zip(heights, widths, strict=True))

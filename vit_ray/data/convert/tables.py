@@ -37,7 +37,7 @@ _ABSOLUTE: Final = "/", "s3://"
 # Rows of a batch: with images, and without.
 _BATCH_ROWS: Final = {True: 64, False: 4096}
 # Maximum number of rows of a row group; a footer with more is damaged.
-MAX_ROWS: Final = 10_000_000
+_MAX_ROWS: Final = 10_000_000
 # Arrow's types of labels.
 _LABEL_TYPE: Final = re.compile(
     r"(\w*list(_view)?<\w+: )?(dictionary<values=)?(u?int\d+|(large_)?string(_view)?)\b"
@@ -159,8 +159,8 @@ def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, Columns]]:
         try:
             source = pq.ParquetFile(file)
             groups = map(source.metadata.row_group, range(source.metadata.num_row_groups))
-            if any(not 0 <= group.num_rows <= MAX_ROWS for group in groups):
-                raise ValueError(f"a row group has more than {MAX_ROWS:,} rows")
+            if any(not 0 <= group.num_rows <= _MAX_ROWS for group in groups):
+                raise ValueError(f"a row group has more than {_MAX_ROWS:,} rows")
         except (pa.ArrowException, OSError, ValueError) as error:
             if is_of_the_store(error):
                 raise

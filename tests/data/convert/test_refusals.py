@@ -55,6 +55,8 @@ def named(names: Any, told: str) -> Case:
     return case(told, {"a.parquet": parquet(columns, class_label(names))})
 
 
+# Begins like a file of bzip2.
+BZIP2_BY_NAME = tar_of([("BZh.jpg", IMAGES[0]), ("BZh.cls", b"0")])
 TWO_SETS = ("00000-of-00001", "00000-of-00002", "00001-of-00002")
 FORMATS = [
     case("no such folder", {}, "/nothing"),
@@ -76,6 +78,7 @@ FORMATS = [
     case("another number, the first 00000-of-00001", {f"a-{n}.parquet": HUB for n in TWO_SETS}),
     csv("path,label\n0.jpg,cat\n".encode("utf-16"), "UTF-16; save it as UTF-8"),
     case(r"b\.parquet is damaged at byte .*footer", {"a.parquet": HUB, "b.parquet": HUB[:-100]}),
+    case(r"a\.tar is damaged", {"a.tar": BZIP2_BY_NAME[: BZIP2_BY_NAME.rindex(b"BZh") + 9]}),
     case("or more data after an end marker", {"a.tar": TAR + TAR}),
     case("line break", {"c\nat/1.jpg": IMAGES[0]}),
     csv("path,label\nhttps://x.org/1.jpg,a\nhttp://x.org/2.jpg,b\n", "a URL; download the images"),

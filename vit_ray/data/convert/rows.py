@@ -55,6 +55,7 @@ class DamagedUnitError(ValueError):
 
     def __init__(self, path: str, offset: int, what: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset:,}: {what}")
+        self.offset = offset
 
 
 class SourceChangedError(ValueError):

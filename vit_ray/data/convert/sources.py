@@ -82,7 +82,7 @@ def rows_of(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     try:
         yield from _ROWS[unit.format](unit, **options)
     except DamagedUnitError as error:
-        head = locate(unit.path).read_range(0, 6)
+        head = b"" if error.offset else locate(unit.path).read_range(0, 6)
         for magic, name in _COMPRESSED.items():
             if head.startswith(magic):
                 raise ValueError(

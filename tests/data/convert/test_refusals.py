@@ -107,6 +107,7 @@ MISSING = [
 TWO_LABELS = pa.Table.from_arrays(
     [pa.array(STRUCTS), *[pa.array([0] * 6)] * 2], names=["image", "label", "label"]
 )
+TWO_IDS = TWO_LABELS.rename_columns(["image", "id", "id"]).append_column("label", [[0] * 6])
 LINE = json.dumps({"path": "0.jpg", "label": "x"})
 CAPTIONS = "path,label,caption\n0.jpg,a,text\n"
 FIELDS = [
@@ -119,6 +120,7 @@ FIELDS = [
     hub({"image": [b"x"], "label": [[[1]]]}, "is list.*, not integers, text"),
     hub({"image": [b"x"], "caption": ["a cat"]}, "label .* and has caption, image; choose"),
     hub({"image": STRUCTS, "label": [0] * 6}, "no image .* 'captoin'", columns=["captoin"]),
+    hub(TWO_IDS, "no image .* field 'id'", columns=["id"]),
     csv(CAPTIONS, "no image .* field 'captoin'", columns=["captoin"]),
     case("no image .* field 'captoin'", {"a.jsonl": LINE, **FILES}, columns=["captoin"]),
     case("no image .* field 'captoin'", {"a.tar": TAR}, columns=["captoin"]),

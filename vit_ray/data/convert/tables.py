@@ -128,7 +128,8 @@ def _with_labels(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, 
     Raises:
         ValueError: they are invalid.
     """
-    names = [name for name in (columns.label, *unit.config.columns) if name in batch.schema.names]
+    wanted = columns.label, *unit.config.columns
+    names = [name for name in wanted if batch.schema.names.count(name) == 1]
     fields = {name: batch.column(name)[at].as_py() for name in names}
     row = labelled(row, fields, unit.config, columns.label)
     classes = columns.class_names

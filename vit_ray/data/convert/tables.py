@@ -113,10 +113,11 @@ def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, 
         stored = value if isinstance(value, dict) else {"bytes": value}
         image, path = stored.get("bytes"), stored.get("path")
         if not isinstance(image, bytes) or not image:
+            content = f"is {type(image).__name__}, not encoded" if image else "has no"
             raise ValueError(
-                f"its image is {type(image).__name__}, not encoded bytes, and its path {path!r}; "
-                "if it is not embedded, save the set with datasets' push_to_hub or save_to_disk "
-                "after embed_table_storage, or convert the image files"
+                f"its image {content} bytes, and its path is {path!r}; if it is not embedded, "
+                "save the set with datasets' push_to_hub or save_to_disk after "
+                "embed_table_storage, or convert the image files"
             )
         row = replace(row, image=image, length=len(image))
     return row_or_problem(row, _with_labels, unit, columns, batch, at)

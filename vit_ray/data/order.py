@@ -8,10 +8,10 @@ different batches, while a task that reads a whole window still reads each row g
 is stored per row: an epoch of 1.2 million row groups is two arrays of that length, which a stream
 server draws once for all reading tasks (`Order.drawn`).
 
-Micro-batch `q` of rank `r` among `n` ranks holds the `m` positions from `start + (q * n + r) * m`.
-So the global batch of `accumulation_steps` micro-batches per rank is a range of consecutive
-positions, the same for every world size. A block holds consecutive rows of one rank, and each
-rank's blocks come in the order of its rows.
+Batch `q` of rank `r` among `n` ranks holds the `m` positions from `start + (q * n + r) * m`; in
+training it is the rank's share of global batch `q`, which the engine cuts into micro-batches. So a
+global batch is a range of consecutive positions, the same for every world size. A block holds
+consecutive rows of one rank, and each rank's blocks come in the order of its rows.
 """
 
 import math
@@ -140,14 +140,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Partition:
-    """How many ranks read, and the micro-batch size of each."""
+    """How many ranks read, and how many rows each takes at once."""
 
     world_size: int
     batch_size_per_rank: int
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows that all ranks take together in one forward pass."""
+        """Rows that all ranks take together at once: in training, a global batch."""
         return self.world_size * self.batch_size_per_rank
 
     def offsets(self, rank: int, first: int, last: int) -> Int64Array:
@@ -190,10 +190,10 @@ class BlockShape:
     task that has a part of it.
 
     Attributes:
-        block_rows: approximate rows of a block, which is a number of whole micro-batches.
+        block_rows: approximate rows of a block, which is a number of whole batches of a rank.
         task_rows: approximate rows of a task; at least a rank's rows of a shuffle window.
-        window_passes: forward passes of all ranks in a shuffle window; 1 without a window.
-        start_pass: passes of the run before the first of these rows.
+        window_passes: batches of a rank in a shuffle window; 1 without a window.
+        start_pass: batches of a rank before the first of these rows.
     """
 
     block_rows: int
@@ -214,8 +214,8 @@ def read_tasks(
 ) -> Iterator[BlockTask]:
     """Cut rows [first, last) of some consecutive ranks into tasks.
 
-    Block sizes start at one micro-batch and double up to full size, so that the first batch does
-    not wait for a large block; the rows after the last full block are one block for each rank. Only
+    Block sizes start at one batch of a rank and double up to full size, so that the first does not
+    wait for a large block; the rows after the last full block are one block for each rank. Only
     tasks of full-size blocks make more than one block. Such a task makes whole shuffle windows for
     some consecutive ranks, whose rows of a window are consecutive in the order: it reads whole row
     groups, except at its two ends.

@@ -300,7 +300,8 @@ class TrainingLoop:
     def _log_if_due(self, figures: dict[str, float]) -> None:
         """Log every `train.log_every_steps`, at the first step (for early errors), and at the last.
 
-        Also at `EARLY_STEPS`, so that a short run has figures.
+        Also at `EARLY_STEPS`, so that a short run has figures. `figures` are of the last step
+        alone; times and rates are of all steps since the last log.
         """
         progress, context = self.progress, self.context
         every = self.recipe.train.log_every_steps

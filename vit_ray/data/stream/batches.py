@@ -42,7 +42,7 @@ class StreamSpec:
         window: shuffle window of training; None for no window.
         max_bad_fraction: a larger fraction of undecodable images is an error.
         num_cpus: CPUs that one reading task takes.
-        block_rows: approximate rows per block, a multiple of the micro-batch; a training without
+        block_rows: approximate rows per block, a multiple of a rank's batch; a training without
             `object_store_mib` has twice as many.
         task_rows: approximate rows per task, or twice as many, too.
         cache_mib: encoded images that a reading task keeps in memory; at least one row group.

@@ -181,7 +181,7 @@ class Pass(NamedTuple):
     Attributes:
         stream: `train`, or the name of an evaluation stream.
         number: earlier passes of the group over the stream.
-        batch_size: rows of a rank's micro-batch.
+        batch_size: rows of a rank's batch.
         start: training: samples seen before; positions over all epochs joined.
         stop: training: samples seen after; None for an evaluation.
     """
@@ -303,7 +303,7 @@ class RankStreams:
         self._num_passes: Counter[str] = Counter()
 
     def training_blocks(self, share: int, start: int, stop: int) -> Iterator[Block]:
-        """This rank's blocks of positions [start, stop); a micro-batch has `share` rows."""
+        """This rank's blocks of positions [start, stop); a batch has `share` rows."""
         return self._blocks("train", share, start, stop)
 
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Batch]:

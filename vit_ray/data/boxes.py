@@ -1,4 +1,4 @@
-"""The box of an image that is cropped: depends only on the image's size and random numbers.
+"""Boxes that are cropped, and what follows each crop: functions of size and random numbers.
 
 Boxes of many images are drawn at once; each depends only on the random numbers of that image.
 """

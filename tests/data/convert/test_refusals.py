@@ -82,7 +82,7 @@ FORMATS = [
     case("or more data after an end marker", {"a.tar": TAR + TAR}),
     case("line break", {"c\nat/1.jpg": IMAGES[0]}),
     csv("path,label\nhttps://x.org/1.jpg,a\nhttp://x.org/2.jpg,b\n", "a URL; download the images"),
-    hub({"image": [{"bytes": None, "path": "a"}], "label": [0]}, "its path 'a'; .*embed_tab"),
+    hub({"image": [{"bytes": None, "path": "a"}], "label": [0]}, "its path is 'a'; .*embed_tab"),
     tar(CLASSES, "If its folders are classes, unpack"),
     tar({"n01_1.JPEG": IMAGES[0]}, "tar -xf CLASS.tar -C CLASS"),
     tar({"n01.tar": b"x"}, "or other archives. .*unpack it and those in it"),

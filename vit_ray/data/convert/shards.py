@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, Final
 
 import numpy as np
@@ -92,12 +92,18 @@ def parquet_output(destination: Location, schema: pa.Schema) -> Iterator[pq.Parq
 
 
 def read_groups(location: Location) -> Iterator[pa.Table]:
-    """The row groups of a parquet file, each read again if its checksum differs."""
-    with naming(location.uri), location.open() as source:
-        file = pq.ParquetFile(source, page_checksum_verification=True)
-        for number in range(file.num_row_groups):
-            read = functools.partial(file.read_row_group, number)
-            yield read_again(read, OSError, pa.ArrowException)
+    """The row groups of a parquet file; what differs from its checksum is read again."""
+
+    def read(number: int) -> pa.Table | None:
+        with naming(location.uri), location.open() as source:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            return file.read_row_group(number) if number < file.num_row_groups else None
+
+    for number in count():
+        table = read_again(functools.partial(read, number), OSError, pa.ArrowException)
+        if table is None:
+            return
+        yield table
 
 
 @dataclass(frozen=True)

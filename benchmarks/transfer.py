@@ -74,7 +74,7 @@ def run(overrides: list[str]) -> str:
     """All steps; returns the result as Markdown.
 
     Raises:
-        RunStoppedError: a step was stopped; the same command goes on with it.
+        RunStoppedError: somebody stopped a step; the same command continues that step.
     """
     base = recipe_of("pretrain", overrides)
     connect(base)

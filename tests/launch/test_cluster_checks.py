@@ -34,7 +34,7 @@ def mixed() -> ClusterShape:
     return ClusterShape(4, 36.0, 16.0, 0.0, nodes=nodes)
 
 
-@pytest.mark.parametrize(("num_workers", "workers", "data", "told"), [
+@pytest.mark.parametrize(("num_workers", "workers", "data", "message"), [
     (2, {}, {}, None),
     (16, {"use_gpu": True}, {}, "16 with 1 CPU and a GPU each: this machine can hold at most 0 "),
     (8, {}, {}, "with 1 CPU each: .* hold at most 4 "),
@@ -44,13 +44,13 @@ def mixed() -> ClusterShape:
     (2, {"label_selector": {"pool": "!read"}}, {}, None),
 ])  # fmt: skip
 def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone(
-    num_workers, workers, data, told
+    num_workers, workers, data, message
 ):
     recipe = recipe_of(num_workers, **{"cpus_per_worker": 1.0, "use_gpu": False, **workers})
     recipe = recipe.with_changes(data=data)
     assert check_cluster(recipe, HEAD) is recipe.workers.use_gpu
     node = {"Labels": {}, "Resources": {"CPU": 4.0}}
-    with pytest.raises(ValueError, match=told) if told else nullcontext():
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_cluster(recipe, ClusterShape(1, 4.0, 0.0, 0.0, is_private=True, nodes=(node,)))
 
 
@@ -84,7 +84,7 @@ def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(has_address, tmp_pa
         optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
         workers={"num_workers": 2},
     )  # fmt: skip
-    told = "RAY_ADDRESS=foo is not an address" if has_address else "leave 0 of 2 CPUs for reading"
-    with pytest.raises(ValueError, match=told):
+    text = "RAY_ADDRESS=foo is not an address" if has_address else "leave 0 of 2 CPUs for reading"
+    with pytest.raises(ValueError, match=text):
         run.train(recipe)
     assert not (tmp_path / "runs").exists()

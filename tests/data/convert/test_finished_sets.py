@@ -49,14 +49,14 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_found_and_its_file_named(dataset, tmp_path, name):
     _, shard = broken_copy(dataset, tmp_path)
-    change, told = DAMAGES[name]
+    change, message = DAMAGES[name]
     content = change(shard.read_bytes())
     shard.unlink()
     if content:
         shard.write_bytes(content)
     (problem,) = verify(str(tmp_path), decode_fraction=0.0).problems
     assert problem.startswith(f"{shard.name} class_" if name == "a flipped byte" else shard.name)
-    assert re.search(told, problem)
+    assert re.search(message, problem)
 
 
 def variants(pixels: np.ndarray) -> dict[str, bytes]:

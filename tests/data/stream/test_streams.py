@@ -229,11 +229,11 @@ def test_evaluations_on_the_same_nodes_decode_their_images_once(dataset, monkeyp
 
     monkeypatch.setattr(stream_server, "segments_of", noted)
     spec = StreamSpec(dataset, TINY, num_cpus=0.5)
-    limited, anew = replace(spec, object_store_mib=64), [1, 2, 3]
+    limited, never_kept = replace(spec, object_store_mib=64), [1, 2, 3]
     # The images have 300 x 192 bytes.
     for one, limit, expected in (
-        (limited, 1 << 20, anew),
-        (spec, 10_000, anew),
+        (limited, 1 << 20, never_kept),
+        (spec, 10_000, never_kept),
         (spec, 1 << 20, [1, 1, 2]),
     ):
         monkeypatch.setattr(stream_server, "_KEPT_BYTES", limit)
